@@ -1,0 +1,189 @@
+"""Environments by name."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import gymnasium
+import torch
+from tensordict import TensorDictBase
+from torchrl.envs import EnvBase, IsaacLabWrapper, MJLabEnv
+
+from edenrl.envs.gym import make_gym_env
+
+__all__ = ["make_env", "register_env", "registered_envs"]
+
+EnvFactory = Callable[..., EnvBase]
+
+# Lower-case name -> (name as registered, factory).
+_REGISTRY: dict[str, tuple[str, EnvFactory]] = {}
+
+
+def register_env(name: str, factory: EnvFactory | None = None, *, override: bool = False) -> Any:
+    """Make an environment available to :func:`make_env` under a name.
+
+    Args:
+        name: The name; upper and lower case are the same. It must not contain a colon.
+        factory: ``factory(num_envs, *, device, seed, **kwargs) -> EnvBase`` with batch size ``[num_envs]``: a class or
+            a function. Omit it to use ``register_env(name)`` as a decorator.
+        override: Replace an earlier registration. Default False.
+
+    Returns:
+        The factory, or a decorator that returns it.
+
+    Raises:
+        ValueError: the name is taken and ``override`` is False, or it is empty or contains a colon.
+
+    Example:
+        >>> from edenrl.envs import PointMass, make_env, register_env
+        >>> @register_env("ShortPointMass", override=True)
+        ... def short(num_envs, *, device, seed):
+        ...     return PointMass(num_envs, device=device, seed=seed, max_steps=10)
+        >>> make_env("shortpointmass", num_envs=2).max_steps
+        10
+    """
+    key = name.lower()
+    if not name or ":" in name:
+        raise ValueError(f"{name!r} cannot be registered; expected a name without ':' (prefixes are reserved).")
+    if key in _REGISTRY and not override:
+        raise ValueError(
+            f"An environment named {_REGISTRY[key][0]!r} is already registered; {name!r} needs another name, or pass "
+            "override=True to replace it."
+        )
+
+    def register(function: EnvFactory) -> EnvFactory:
+        _REGISTRY[key] = (name, function)
+        return function
+
+    return register if factory is None else register(factory)
+
+
+def registered_envs() -> list[str]:
+    """Names given to :func:`register_env`, sorted.
+
+    Example:
+        >>> from edenrl.envs import registered_envs
+        >>> "PointMass" in registered_envs()
+        True
+    """
+    return sorted(name for name, _ in _REGISTRY.values())
+
+
+def make_env(
+    name: str, num_envs: int, device: torch.device | str = "cpu", seed: int | None = None, **kwargs: Any
+) -> EnvBase:
+    """Build a batch of environments from a name.
+
+    Args:
+        name: In this order: a registered name (any case); ``gym:<id>`` or a bare Gymnasium id; ``mjlab:<task>``;
+            ``isaaclab:<task>`` (with Isaac's app launched before).
+        num_envs: Number of environments, at least 1.
+        device: Device of the tensors. Default ``"cpu"``.
+        seed: Seed of the environment's own generator. Default: the environment's choice.
+        kwargs: Passed to the factory; for Gymnasium see :func:`edenrl.envs.make_gym_env`.
+
+    Returns:
+        An environment with batch size ``[num_envs]`` that keeps the true last observation of every episode in
+        ``("next", ...)`` and resets rows through ``"_reset"`` (Isaac Lab cannot leave its resets to the caller: there
+        the last observation of an episode is missing, and TorchRL writes NaN for it).
+
+    Raises:
+        ValueError: ``num_envs`` below 1, an unknown name (the message lists the closest), or an argument that the
+            environment's constructor does not take.
+        ImportError: a package is missing; the message says how to install it.
+
+    Example:
+        >>> from edenrl.envs import make_env
+        >>> make_env("PointMass", num_envs=4, seed=0).batch_size
+        torch.Size([4])
+        >>> make_env("gym:CartPole-v1", num_envs=2).reset()["observation"].shape
+        torch.Size([2, 4])
+    """
+    if num_envs < 1:
+        raise ValueError(f"num_envs={num_envs} was given for {name!r}; expected at least 1.")
+    try:
+        env = _build(name, num_envs, device, seed, kwargs)
+    except TypeError as error:
+        if "unexpected keyword argument" not in str(error):
+            raise
+        raise ValueError(f"The constructor of {name!r} refuses the arguments {kwargs}: {error}") from error
+    if not isinstance(env, EnvBase) or env.batch_size != (num_envs,):
+        found = f"batch size {list(env.batch_size)}" if isinstance(env, EnvBase) else f"a {type(env).__name__}"
+        raise ValueError(f"The factory of {name!r} returned {found}; expected an EnvBase of batch size [{num_envs}].")
+    return env
+
+
+def _build(name: str, num_envs: int, device: torch.device | str, seed: int | None, kwargs: dict[str, Any]) -> EnvBase:
+    if name.lower() in _REGISTRY:
+        return _REGISTRY[name.lower()][1](num_envs, device=device, seed=seed, **kwargs)
+    prefix, colon, rest = name.partition(":")
+    if colon and prefix == "mjlab":
+        return _make_mjlab(rest, num_envs, device, seed, kwargs)
+    if colon and prefix == "isaaclab":
+        return _make_isaaclab(rest, num_envs, device, seed, kwargs)
+    env_id = rest if colon and prefix == "gym" else name
+    _check_gymnasium_id(name, env_id)
+    return make_gym_env(env_id, num_envs, device=device, seed=seed, **kwargs)
+
+
+def _check_gymnasium_id(name: str, env_id: str) -> None:
+    try:
+        gymnasium.spec(env_id)
+    except (gymnasium.error.Error, ModuleNotFoundError) as error:
+        known = [*registered_envs(), *gymnasium.registry]
+        spelling = {candidate.lower(): candidate for candidate in known}
+        close = [spelling[match] for match in difflib.get_close_matches(env_id.lower(), spelling, n=5, cutoff=0.5)]
+        raise ValueError(
+            f"Unknown environment {name!r}. Closest names: {', '.join(close) or 'none'}. Registered: "
+            f"{', '.join(registered_envs())}. Otherwise expected a Gymnasium id, gym:<id>, mjlab:<task> or "
+            "isaaclab:<task>."
+        ) from error
+
+
+class _FreshMJLabEnv(MJLabEnv):
+    """mjlab writes its rewards and flags into the same buffers every step, so each step is copied."""
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        return super()._step(tensordict).clone()
+
+
+class _FreshIsaacLabEnv(IsaacLabWrapper):
+    """Isaac Lab reuses its buffers as mjlab does."""
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        return super()._step(tensordict).clone()
+
+
+def _require(package: str, name: str, hint: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        raise ImportError(f"{name!r} needs the {package} package, which is not installed: {hint}")
+
+
+def _make_mjlab(
+    task: str, num_envs: int, device: torch.device | str, seed: int | None, kwargs: dict[str, Any]
+) -> EnvBase:
+    _require("mjlab", f"mjlab:{task}", "pip install mjlab")
+    env = _FreshMJLabEnv(task, num_envs=num_envs, device=device, native_autoreset=False, **kwargs)
+    if seed is not None:
+        env.set_seed(seed)
+    return env
+
+
+def _make_isaaclab(
+    task: str, num_envs: int, device: torch.device | str, seed: int | None, kwargs: dict[str, Any]
+) -> EnvBase:
+    hint = "see https://isaac-sim.github.io/IsaacLab for its installation"
+    _require("isaaclab_tasks", f"isaaclab:{task}", hint)
+    tasks = importlib.import_module("isaaclab_tasks.utils")
+
+    cfg = tasks.parse_env_cfg(task, device=str(device), num_envs=num_envs)
+    if seed is not None:
+        cfg.seed = seed
+    env: EnvBase = _FreshIsaacLabEnv(
+        gymnasium.make(task, cfg=cfg, **kwargs), device=torch.device(device), native_autoreset=False
+    )
+    return env

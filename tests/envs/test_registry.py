@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torchrl.envs import EnvBase
+
+from edenrl.envs import PointMass, make_env, register_env, registered_envs, registry
+
+
+@pytest.fixture(autouse=True)
+def _isolated_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
+    yield
+
+
+def test_names_resolve_in_any_case_and_registered_ones_come_first() -> None:
+    env = make_env("pointMASS", 3, seed=4, success_bonus=2.0)
+    assert isinstance(env, PointMass) and env.batch_size == (3,) and env.success_bonus == 2.0
+    assert torch.equal(env.reset()["observation"], PointMass(3, seed=4).reset()["observation"])
+    register_env("CartPole-v1", PointMass)
+    assert isinstance(make_env("cartpole-V1", 1), PointMass)
+    assert not isinstance(make_env("gym:CartPole-v1", 1), PointMass)
+
+
+def test_register_by_call_and_by_decorator() -> None:
+    @register_env("mine")
+    def mine(num_envs: int, *, device: str, seed: int | None) -> EnvBase:
+        return PointMass(num_envs, device=device, seed=seed, max_steps=3)
+
+    assert register_env("theirs", mine) is mine
+    assert {"mine", "theirs", "PointMass"} <= set(registered_envs())
+    assert make_env("mine", 2).max_steps == 3
+
+
+def test_registering_twice_needs_override() -> None:
+    with pytest.raises(ValueError, match="'PointMass' is already registered.*override=True"):
+        register_env("pointmass", PointMass)
+    register_env("pointmass", lambda num_envs, device, seed: PointMass(num_envs, max_steps=2), override=True)
+    assert make_env("PointMass", 1).max_steps == 2
+    with pytest.raises(ValueError, match="':'"):
+        register_env("gym:x", PointMass)
+
+
+@pytest.mark.parametrize(
+    ("name", "closest"),
+    [("PointMas", "PointMass"), ("HalfCheeta-v5", "HalfCheetah-v5"), ("gym:Cartpole-v1", "CartPole-v1")],
+)
+def test_unknown_names_list_the_closest(name: str, closest: str) -> None:
+    with pytest.raises(ValueError, match=f"Unknown environment '{name}'. Closest names: [^.]*{closest}"):
+        make_env(name, 1)
+
+
+def test_unknown_version_and_module() -> None:
+    with pytest.raises(ValueError, match="HalfCheetah-v5"):
+        make_env("HalfCheetah-v99", 1)
+    with pytest.raises(ValueError, match="Unknown environment"):
+        make_env("nowhere_module:Thing-v0", 1)
+
+
+def test_num_envs_must_be_positive() -> None:
+    with pytest.raises(ValueError, match="num_envs=0.*at least 1"):
+        make_env("PointMass", 0)
+
+
+def test_a_factory_must_give_the_batch_size() -> None:
+    register_env("wrong", lambda num_envs, device, seed: PointMass(1))
+    with pytest.raises(ValueError, match=r"'wrong' returned batch size \[1\]; expected .*\[3\]"):
+        make_env("wrong", 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "package", "hint"),
+    [
+        ("HalfCheetah-v5", "mujoco", r'pip install "edenrl\[mujoco\]"'),
+        ("mjlab:Some-Task", "mjlab", "pip install mjlab"),
+        ("isaaclab:Some-Task", "isaaclab_tasks", "IsaacLab"),
+    ],
+)
+def test_missing_packages_give_the_install_command(
+    name: str, package: str, hint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda n, *a: None if n == package else find(n, *a))
+    with pytest.raises(ImportError, match=hint):
+        make_env(name, 1)
+
+
+def test_import_loads_no_simulator() -> None:
+    """Nothing beyond what TorchRL loads by itself."""
+    code = (
+        "import sys, torchrl.envs; before = set(sys.modules); import edenrl.envs; "
+        "print([m for m in sys.modules if m.startswith(('mujoco', 'gymnasium.envs.mujoco')) and m not in before])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"

@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import NormalParamExtractor, TensorDictModule
+from torch import nn
+from torchrl.collectors import Collector
+from torchrl.data import Bounded, Composite, Unbounded
+from torchrl.envs import EnvBase, RewardSum, StepCounter, TransformedEnv
+from torchrl.envs.utils import check_env_specs
+from torchrl.modules import IndependentNormal, ProbabilisticActor
+
+from edenrl.envs import ClipAction, PointMass, action_box, action_saturation, make_gym_env, wrap_env
+
+
+class Echo(EnvBase):
+    """Observes the action it received, in an asymmetric box; rewards 1 per step and ends after 3."""
+
+    def __init__(self, num_envs: int = 2) -> None:
+        super().__init__(batch_size=[num_envs])
+        low, high = torch.tensor([-2.0, 0.0]), torch.tensor([5.0, 1.0])
+        self.action_spec = Bounded(low.expand(num_envs, 2), high.expand(num_envs, 2), (num_envs, 2))
+        self.observation_spec = Composite(observation=Unbounded((num_envs, 2)), shape=[num_envs])
+        self.reward_spec = Unbounded((num_envs, 1))
+        self.count = 0
+
+    def _set_seed(self, seed: int | None) -> None:
+        pass
+
+    def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: object) -> TensorDict:
+        self.count = 0
+        return TensorDict({"observation": torch.zeros(*self.batch_size, 2)}, self.batch_size)
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDict:
+        self.count += 1
+        done = torch.full((*self.batch_size, 1), self.count == 3)
+        values = {"observation": tensordict["action"].clone(), "reward": torch.ones(*self.batch_size, 1)}
+        return TensorDict({**values, "done": done, "terminated": done.clone()}, self.batch_size)
+
+
+def gaussian_actor(mean: float) -> ProbabilisticActor:
+    """A Gaussian of the given mean and standard deviation 1, whatever it observes."""
+    layer = nn.Linear(2, 4)
+    nn.init.zeros_(layer.weight)
+    with torch.no_grad():
+        # NormalParamExtractor maps 0 to a scale of 1.
+        layer.bias.copy_(torch.tensor([mean, mean, 0.0, 0.0]))
+    network = TensorDictModule(nn.Sequential(layer, NormalParamExtractor()), ["observation"], ["loc", "scale"])
+    return ProbabilisticActor(
+        network, ["loc", "scale"], ["action"], distribution_class=IndependentNormal, return_log_prob=True
+    )
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_clip_keeps_the_raw_sample_and_its_log_prob(sign: int) -> None:
+    env = wrap_env(Echo(), action_mode="clip")
+    collector = Collector(env, gaussian_actor(sign * 1e6), frames_per_batch=12, total_frames=12)
+    data = next(iter(collector))
+    collector.shutdown()
+    bound = torch.tensor([5.0, 1.0] if sign > 0 else [-2.0, 0.0])
+    assert (data["next", "observation"] == bound).all()
+    assert (data["action"] * sign > 1e5).all()
+    normal = torch.distributions.Normal(data["loc"], data["scale"])
+    assert torch.allclose(data["action_log_prob"], normal.log_prob(data["action"]).sum(-1))
+    box = action_box(env)
+    assert box is not None
+    assert action_saturation(data["action"], box).item() == 1.0
+
+
+def test_clip_leaves_the_inside_alone_and_clips_by_component() -> None:
+    env = TransformedEnv(Echo(1), ClipAction())
+    out = env.step(env.reset().set("action", torch.tensor([[-3.0, 0.25]])))
+    assert out["next", "observation"].tolist() == [[-2.0, 0.25]]
+    assert out["action"].tolist() == [[-3.0, 0.25]]
+    assert isinstance(env.action_spec, Unbounded)
+    assert env.action_spec.shape == (1, 2) and env.action_spec.dtype == torch.float32
+    assert isinstance(env.base_env.action_spec, Bounded)
+
+
+def test_gradient_passes_inside_the_box_only() -> None:
+    env = TransformedEnv(PointMass(1, seed=0), ClipAction())
+    action = torch.tensor([[0.5, 3.0]], requires_grad=True)
+    env.step(env.reset().set("action", action))["next", "reward"].sum().backward()
+    assert action.grad is not None
+    assert action.grad[0, 0] != 0 and action.grad[0, 1] == 0
+
+
+@pytest.mark.parametrize("build", [lambda: Echo(), lambda: PointMass(3, seed=0)])
+def test_specs_of_the_stack(build: type) -> None:
+    check_env_specs(TransformedEnv(build(), ClipAction()))
+    check_env_specs(wrap_env(build(), reward_scale=0.5))
+
+
+def test_return_is_raw_and_reward_is_scaled() -> None:
+    env = wrap_env(Echo(), reward_scale=0.1)
+    data = env.rollout(5, break_when_any_done=False)
+    assert torch.allclose(data["next", "reward"], torch.tensor(0.1))
+    assert data["next", "episode_reward"][0, :, 0].tolist() == [1.0, 2.0, 3.0, 1.0, 2.0]
+    assert data["next", "step_count"][0, :, 0].tolist() == [1, 2, 3, 1, 2]
+    assert [type(t) for t in wrap_env(Echo()).transform] == [ClipAction, RewardSum, StepCounter]
+
+
+def test_modes() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        squash = wrap_env(Echo(), action_mode="squash")
+        # Nothing to clip and nothing to warn about without a box.
+        for mode in ("clip", "none"):
+            assert not any(isinstance(t, ClipAction) for t in wrap_env(discrete(), action_mode=mode).transform)
+    assert not any(isinstance(t, ClipAction) for t in squash.transform)
+    with pytest.warns(UserWarning, match=r"low=\[-2.0, 0.0\], high=\[5.0, 1.0\]") as record:
+        env = wrap_env(Echo(1), action_mode="none")
+    assert len(record) == 1
+    out = env.step(env.reset().set("action", torch.tensor([[1e6, -9.0]])))
+    assert out["next", "observation"].tolist() == [[1e6, -9.0]]
+
+
+def discrete() -> EnvBase:
+    return make_gym_env("CartPole-v1", 2, seed=0)
+
+
+def test_action_box() -> None:
+    box = action_box(wrap_env(Echo(3)))
+    assert box is not None
+    assert box[0].tolist() == [-2.0, 0.0] and box[1].tolist() == [5.0, 1.0]
+    assert action_box(discrete()) is None
+    unbounded = Echo()
+    unbounded.action_spec = Unbounded((2, 2))
+    assert action_box(unbounded) is None
+
+
+def test_refusals() -> None:
+    with pytest.raises(ValueError, match="'clamp'.*'clip', 'squash' or 'none'"):
+        wrap_env(Echo(), action_mode="clamp")  # type: ignore[arg-type]
+    for scale in (0.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="reward_scale"):
+            wrap_env(Echo(), reward_scale=scale)
+    with pytest.raises(ValueError, match="one ClipAction per key"):
+        ClipAction(["action", "other"])
+    with pytest.raises(TypeError, match="bounded action spec"):
+        _ = TransformedEnv(discrete(), ClipAction()).action_spec
