@@ -1,0 +1,27 @@
+"""Networks and their TensorDict forms."""
+
+from edenrl.modules.actor_critic import (
+    GaussianMLP,
+    GroupMLP,
+    StateIndependentStd,
+    categorical_actor,
+    gaussian_actor,
+    make_actor,
+    observation_groups,
+    update_normalization,
+    value_critic,
+)
+from edenrl.modules.normalization import RunningNorm
+
+__all__ = [
+    "GaussianMLP",
+    "GroupMLP",
+    "RunningNorm",
+    "StateIndependentStd",
+    "categorical_actor",
+    "gaussian_actor",
+    "make_actor",
+    "observation_groups",
+    "update_normalization",
+    "value_critic",
+]

@@ -1,0 +1,98 @@
+"""Running statistics that travel with the policy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["RunningNorm"]
+
+
+class RunningNorm(nn.Module):
+    """Normalizes features with running mean and standard deviation: ``(x - mean) / (std + eps)``.
+
+    The statistics are buffers, so they are saved, exported and moved with the network that owns them. ``forward`` never
+    changes them; ``update`` merges a batch (parallel variance of Chan et al., 1979, in float64) and does nothing in
+    ``eval()`` mode. Before the first update the module divides by ``1 + eps``.
+
+    Args:
+        shape: shape of one observation, or its width. Leading dimensions of the input are batch dimensions.
+        mask: boolean tensor of ``shape``; features where it is ``False`` pass through unchanged (commands, one-hots).
+        clip: bound on the magnitude of the normalized features, or ``None``.
+        eps: added to the standard deviation. The default, 1e-2, is rsl_rl's: a constant feature stays small.
+
+    Raises:
+        ValueError: if an update holds NaN or infinity, naming the first such feature.
+
+    Examples:
+        >>> norm = RunningNorm(2)
+        >>> norm.update(torch.tensor([[0.0, 10.0], [2.0, 14.0]]))
+        >>> norm.mean.tolist(), norm.var.tolist(), int(norm.count)
+        ([1.0, 12.0], [1.0, 4.0], 2)
+        >>> [round(v, 4) for v in norm(torch.tensor([2.0, 12.0])).tolist()]
+        [0.9901, 0.0]
+    """
+
+    mean: Tensor
+    var: Tensor
+    count: Tensor
+    mask: Tensor | None
+
+    def __init__(
+        self,
+        shape: int | Sequence[int],
+        mask: Tensor | None = None,
+        clip: float | None = None,
+        eps: float = 1e-2,
+    ) -> None:
+        super().__init__()
+        self.shape = torch.Size([shape] if isinstance(shape, int) else shape)
+        if mask is not None and (mask.shape != self.shape or mask.dtype != torch.bool):
+            raise ValueError(
+                f"RunningNorm needs a bool mask of shape {tuple(self.shape)}, got {mask.dtype} {tuple(mask.shape)}."
+            )
+        if clip is not None and clip <= 0 or eps <= 0:
+            raise ValueError(f"RunningNorm needs clip > 0 (or None) and eps > 0, got clip={clip}, eps={eps}.")
+        self.clip, self.eps = clip, eps
+        self.register_buffer("mean", torch.zeros(self.shape))
+        self.register_buffer("var", torch.ones(self.shape))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("mask", mask)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns the normalized features, same shape as ``x``."""
+        out = (x - self.mean) / (self.var.sqrt() + self.eps)
+        if self.clip is not None:
+            out = out.clamp(-self.clip, self.clip)
+        return out if self.mask is None else torch.where(self.mask, out, x)
+
+    @torch.no_grad()
+    def update(self, x: Tensor) -> None:
+        """Merges a batch of shape ``(*batch, *shape)`` into the statistics (training mode only)."""
+        if not self.training:
+            return
+        if x.shape[-len(self.shape) :] != self.shape:
+            raise ValueError(f"RunningNorm of shape {tuple(self.shape)} was given features of shape {tuple(x.shape)}.")
+        rows = x.reshape(-1, *self.shape).double()
+        if not torch.isfinite(rows.sum()):
+            bad = (~torch.isfinite(rows)).nonzero()
+            raise ValueError(
+                f"RunningNorm refuses non-finite input: {len(bad)} value(s), the first in row {int(bad[0, 0])}, "
+                f"feature {bad[0, 1:].tolist()}. Fix the environment that produced it."
+            )
+        if not len(rows):
+            return
+        mean, var = rows.mean(0), rows.var(0, unbiased=False)
+        total = self.count + len(rows)
+        share = len(rows) / total.double()
+        delta = mean - self.mean
+        # Between-batch term: without it the merged variance would miss the shift of the mean.
+        self.var.copy_(self.var + (var - self.var) * share + delta.square() * share * (1 - share))
+        self.mean.copy_(self.mean + delta * share)
+        self.count.copy_(total)
+
+    def extra_repr(self) -> str:
+        """Shape and options for ``repr``."""
+        return f"{tuple(self.shape)}, clip={self.clip}, eps={self.eps}, masked={self.mask is not None}"

@@ -1,0 +1,176 @@
+"""The update step: one backward, per-group clipping, and never a non-finite gradient."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from edenrl.optim.schedules import KLAdaptiveLR, make_lr_schedule
+
+__all__ = ["GradientStep"]
+
+
+class GradientStep:
+    """Turns a loss TensorDict into one optimizer step.
+
+    A call sums the ``loss_*`` entries, runs one backward, checks that every gradient is finite, clips each parameter
+    group on its own norm, adapts the learning rate and steps. Metrics come back as tensors: move them to the host once
+    per iteration. The check itself reads one boolean per call (free on CPU).
+
+    Args:
+        loss: the LossModule. Its ``parameter_groups()`` names the groups that are clipped apart; a module without it is
+            one group "all".
+        optimizers: an optimizer, or named ones.
+        max_grad_norm: clip norm of every group, or per group name; ``None`` does not clip.
+        lr_schedule: a schedule of :func:`make_lr_schedule`. KL-adaptive ones read ``kl_key`` *before* the step, others
+            advance after it.
+        kl_key: entry of the loss TensorDict with the mean KL.
+        on_nonfinite: "raise" names the parameter; "skip" drops the update and counts it in ``skipped``.
+        amp_dtype: reduced precision of :meth:`autocast`; float16 also gets a gradient scaler.
+
+    Raises:
+        ValueError: for an optimizer parameter that no group declares, an unknown group, or losses that are not scalars.
+        FloatingPointError: for a non-finite gradient when ``on_nonfinite="raise"``. Parameters are left as they were.
+
+    Examples:
+        >>> from tensordict import TensorDict
+        >>> net = nn.Linear(2, 1)
+        >>> step = GradientStep(net, torch.optim.SGD(net.parameters(), lr=0.1), max_grad_norm=1.0)
+        >>> metrics = step(TensorDict(loss_mse=net(torch.ones(4, 2)).square().mean()))
+        >>> sorted(metrics)
+        ['grad_norm_all', 'loss', 'lr']
+    """
+
+    def __init__(
+        self,
+        loss: nn.Module,
+        optimizers: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer],
+        *,
+        max_grad_norm: float | Mapping[str, float | None] | None = None,
+        lr_schedule: Any | None = None,
+        kl_key: str = "kl",
+        on_nonfinite: Literal["raise", "skip"] = "raise",
+        amp_dtype: torch.dtype | None = None,
+    ) -> None:
+        if on_nonfinite not in ("raise", "skip"):
+            raise ValueError(f"on_nonfinite must be 'raise' or 'skip', got {on_nonfinite!r}.")
+        self.optimizers = {"optimizer": optimizers} if isinstance(optimizers, torch.optim.Optimizer) else {**optimizers}
+        declared: Any = getattr(loss, "parameter_groups", lambda: {"all": loss.parameters()})
+        groups: Mapping[str, Iterable[nn.Parameter]] = declared()
+        stepped = {id(p) for opt in self.optimizers.values() for group in opt.param_groups for p in group["params"]}
+        self.groups = {name: kept for name, ps in groups.items() if (kept := [p for p in ps if id(p) in stepped])}
+        names = {id(p): name for name, p in loss.named_parameters()}
+        grouped = [id(p) for ps in self.groups.values() for p in ps]
+        if len(set(grouped)) != len(grouped) or set(grouped) != stepped:
+            stray = [names.get(i, "a parameter that is not the loss's") for i in stepped - set(grouped)]
+            raise ValueError(
+                f"The optimizers' parameters must be in exactly one group of parameter_groups() {list(groups)}; "
+                f"{'undeclared: ' + ', '.join(stray) if stray else 'the groups overlap'}."
+            )
+        if isinstance(max_grad_norm, Mapping):
+            if unknown := set(max_grad_norm) - set(groups):
+                raise ValueError(f"max_grad_norm names {sorted(unknown)}; the loss trains {list(groups)}.")
+            self.max_grad_norm = {name: max_grad_norm.get(name) for name in self.groups}
+        else:
+            self.max_grad_norm = dict.fromkeys(self.groups, max_grad_norm)
+        self.lr_schedule, self.kl_key, self.on_nonfinite = lr_schedule, kl_key, on_nonfinite
+        self.amp_dtype = amp_dtype
+        self.device_type = next(iter(self.groups.values()))[0].device.type
+        self.scaler = torch.amp.GradScaler(self.device_type, enabled=amp_dtype == torch.float16)
+        self.skipped = 0
+        self._names = names
+
+    def autocast(self) -> contextlib.AbstractContextManager:
+        """Context for the forward pass: reduced precision when ``amp_dtype`` is set, nothing otherwise."""
+        return torch.autocast(self.device_type, dtype=self.amp_dtype, enabled=self.amp_dtype is not None)
+
+    def __call__(self, losses: TensorDictBase) -> dict[str, Tensor]:
+        """Steps once; returns ``loss``, ``lr`` and ``grad_norm_<group>`` as detached scalars."""
+        terms = {name: value for name, value in losses.items() if str(name).startswith("loss_")}
+        if not terms or any(value.numel() != 1 for value in terms.values()):
+            shapes = {name: tuple(value.shape) for name, value in terms.items()}
+            raise ValueError(f"GradientStep needs scalar loss_* entries, got {shapes}. Use reduction='mean' or 'sum'.")
+        loss = torch.stack([value.reshape(()) for value in terms.values()]).sum()
+        self.scaler.scale(loss).backward()
+        if self.scaler.is_enabled():
+            for optimizer in self.optimizers.values():
+                self.scaler.unscale_(optimizer)
+        norms = {
+            name: get_total_norm([p.grad for p in params if p.grad is not None]) for name, params in self.groups.items()
+        }
+        metrics = {"loss": loss.detach(), **{f"grad_norm_{name}": norm for name, norm in norms.items()}}
+        # A loss can be NaN while every gradient is finite (a masked term), so it is part of the check.
+        if not bool(torch.stack([loss.detach(), *norms.values()]).isfinite().all()):
+            self._drop_update(terms)
+        else:
+            if isinstance(self.lr_schedule, KLAdaptiveLR):
+                self.lr_schedule.step(losses.get(self.kl_key))
+            for name, params in self.groups.items():
+                if (largest := self.max_grad_norm[name]) is not None:
+                    clip_grads_with_norm_(params, largest, norms[name])
+            for optimizer in self.optimizers.values():
+                self.scaler.step(optimizer)
+            if self.lr_schedule is not None and not isinstance(self.lr_schedule, KLAdaptiveLR):
+                self.lr_schedule.step()
+        self.scaler.update()
+        for optimizer in self.optimizers.values():
+            optimizer.zero_grad(set_to_none=True)
+        metrics["lr"] = torch.as_tensor(next(iter(self.optimizers.values())).param_groups[0]["lr"])
+        return metrics
+
+    def _drop_update(self, terms: Mapping[Any, Tensor]) -> None:
+        self.skipped += 1
+        # An overflow is how a gradient scaler finds its scale: it halves and goes on.
+        if self.on_nonfinite == "skip" or self.scaler.is_enabled():
+            return
+        bad = [
+            self._names[id(p)]
+            for params in self.groups.values()
+            for p in params
+            if p.grad is not None and not bool(p.grad.isfinite().all())
+        ]
+        for optimizer in self.optimizers.values():
+            optimizer.zero_grad(set_to_none=True)
+        values = ", ".join(f"{name}={value.item():.4g}" for name, value in terms.items())
+        raise FloatingPointError(
+            f"Non-finite {'gradient in ' + ', '.join(bad[:5]) if bad else 'loss'} ({values}). No parameter was "
+            "changed. Look for an exploding reward or value target, lower the learning rate, or set "
+            "on_nonfinite='skip' to drop such updates and count them."
+        )
+
+    def restart_schedule(self, name: str, lr: float, remaining_updates: int, **kwargs: Any) -> None:
+        """Replaces the schedule by one that starts at ``lr`` and ends with the remaining updates; momentum stays.
+
+        Args:
+            name: a name of :func:`make_lr_schedule`.
+            lr: the rate to start at, for every parameter group.
+            remaining_updates: updates left.
+            kwargs: the schedule's options.
+        """
+        optimizer = next(iter(self.optimizers.values()))
+        for group in optimizer.param_groups:
+            group["lr"] = group["initial_lr"] = lr
+        self.lr_schedule = make_lr_schedule(name, optimizer, max(remaining_updates, 1), **kwargs)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Skip counter, gradient scale and learning-rate schedule (the optimizers are saved on their own)."""
+        state: dict[str, Any] = {"skipped": self.skipped, "scaler": self.scaler.state_dict()}
+        if self.lr_schedule is not None:
+            state |= {"lr_schedule": self.lr_schedule.state_dict(), "kind": type(self.lr_schedule).__name__}
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores :meth:`state_dict`.
+
+        A schedule of another kind than the saved one is left as it is: restart it, see :meth:`restart_schedule`.
+        """
+        self.skipped = state["skipped"]
+        self.scaler.load_state_dict(state["scaler"])
+        if self.lr_schedule is not None and state.get("kind") == type(self.lr_schedule).__name__:
+            self.lr_schedule.load_state_dict(state["lr_schedule"])

@@ -1,0 +1,165 @@
+import math
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import nn
+from torchrl.data import Bounded, Categorical, Composite, MultiCategorical, Unbounded
+
+from edenrl.modules import (
+    GaussianMLP,
+    GroupMLP,
+    StateIndependentStd,
+    categorical_actor,
+    gaussian_actor,
+    make_actor,
+    observation_groups,
+    update_normalization,
+    value_critic,
+)
+
+
+@pytest.fixture
+def spec():
+    return Composite(
+        policy=Unbounded((4, 45)),
+        scan=Unbounded((4, 132)),
+        depth=Unbounded((4, 58, 87)),
+        count=Unbounded((4, 1), dtype=torch.int64),
+        metrics=Composite(success=Unbounded((4, 1)), shape=(4,)),
+        shape=(4,),
+    )
+
+
+def test_groups_are_read_from_the_spec_in_the_order_asked(spec):
+    assert observation_groups(spec) == {"policy": 45, "scan": 132}
+    assert list(observation_groups(spec, ["scan", "policy"])) == ["scan", "policy"]
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["polcy"], "'polcy' does not exist. Groups of this environment: {'policy': 45, 'scan': 132}"),
+        (["depth"], r"'depth' has features of shape \(58, 87\), not a vector"),
+        ([], "No observation group"),
+    ],
+)
+def test_wrong_groups_are_refused_with_the_available_ones(spec, names, message):
+    with pytest.raises(ValueError, match=message):
+        observation_groups(spec, names)
+
+
+def test_groups_are_concatenated_in_order():
+    net = GroupMLP(3, 1, hidden=(), normalize=False)
+    nn.init.constant_(net.mlp[0].weight, 0.0)
+    net.mlp[0].weight.data[0] = torch.tensor([1.0, 10.0, 100.0])
+    actor = value_critic({"b": 1, "a": 2}, hidden=(), normalize=False)
+    actor.module.load_state_dict(net.state_dict())
+    td = TensorDict(a=torch.tensor([[2.0, 3.0]]), b=torch.tensor([[1.0]]), batch_size=[1])
+    assert actor(td)["state_value"].item() == 321.0
+
+
+def test_orthogonal_weights_and_gains():
+    net = GaussianMLP(8, 3, hidden=(16,), normalize=False)
+    hidden, last = (m.weight for m in net.mlp if isinstance(m, nn.Linear))
+    torch.testing.assert_close(hidden.T @ hidden, 2 * torch.eye(8), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(last @ last.T, 1e-4 * torch.eye(3), rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("init", [0.01, 0.37, 1.0, 5.0])
+def test_initial_std_is_exact(init):
+    torch.testing.assert_close(StateIndependentStd(2, init)(), torch.full((2,), init), rtol=1e-5, atol=0)
+
+
+def test_std_is_bounded_and_its_gradient_lives_at_the_bound():
+    std = StateIndependentStd(2)
+    for raw in (-50.0, 50.0):
+        with torch.no_grad():
+            std.raw_log_std.fill_(raw)
+        value = std()
+        assert (value >= 1e-3).all() and (value <= 20.6).all()
+        torch.distributions.Normal(torch.zeros(2), value).sample()
+        before = value.detach().clone()
+        optimizer = torch.optim.Adam(std.parameters(), lr=0.1)
+        (std() - 1).square().sum().backward()
+        optimizer.step()
+        moved = std().detach() - before
+        assert (moved > 0).all() if raw < 0 else (moved < 0).all()
+
+
+def test_std_recovers_from_the_bound():
+    std = StateIndependentStd(1)
+    with torch.no_grad():
+        std.raw_log_std.fill_(-8.0)
+    optimizer = torch.optim.Adam(std.parameters(), lr=0.05)
+    for _ in range(400):
+        optimizer.zero_grad()
+        (std().log()).square().sum().backward()
+        optimizer.step()
+    assert std().item() == pytest.approx(1.0, abs=0.05)
+    with pytest.raises(ValueError, match="min_std < init_std < max_std"):
+        StateIndependentStd(1, init_std=0.0)
+
+
+def test_gaussian_actor_writes_the_documented_keys_and_density():
+    torch.manual_seed(0)
+    actor = gaussian_actor({"policy": 3}, 2, init_std=0.5)
+    td = actor(TensorDict(policy=torch.randn(4, 5, 3), batch_size=[4, 5]))
+    assert {"loc", "scale", "action", "action_log_prob"} <= set(td.keys())
+    z = (td["action"] - td["loc"]) / 0.5
+    expected = (-0.5 * z.square() - math.log(0.5) - 0.5 * math.log(2 * math.pi)).sum(-1)
+    torch.testing.assert_close(td["action_log_prob"], expected, rtol=1e-5, atol=1e-5)
+    assert td["action_log_prob"].shape == (4, 5)
+
+
+@pytest.mark.parametrize("loc", [-1e6, 0.0, 1e6])
+def test_squash_stays_in_an_asymmetric_box_with_finite_density(loc):
+    actor = gaussian_actor({"policy": 3}, Bounded(-2.0, 5.0, shape=(2,)), squash=True)
+    with torch.no_grad():
+        actor.module[0].module.mlp[-1].bias.fill_(loc)
+    td = actor(TensorDict(policy=torch.zeros(64, 3), batch_size=[64]))
+    assert (td["action"] >= -2).all() and (td["action"] <= 5).all()
+    assert td["action_log_prob"].isfinite().all()
+    limit = {-1e6: -2.0, 0.0: 1.5, 1e6: 5.0}[loc]
+    from torchrl.envs.utils import ExplorationType, set_exploration_type
+
+    with set_exploration_type(ExplorationType.DETERMINISTIC):
+        mean = actor(TensorDict(policy=torch.zeros(1, 3), batch_size=[1]))["action"]
+    torch.testing.assert_close(mean, torch.full((1, 2), limit), rtol=1e-3, atol=1e-3)
+
+
+def test_wrong_action_spaces_name_the_fix():
+    with pytest.raises(ValueError, match="Use categorical_actor, or make_actor"):
+        gaussian_actor({"observation": 4}, Categorical(2))
+    with pytest.raises(ValueError, match="Use gaussian_actor"):
+        categorical_actor({"observation": 4}, Unbounded(3))
+    with pytest.raises(ValueError, match="discrete action space MultiCategorical"):
+        make_actor({"observation": 4}, MultiCategorical((2, 3)))
+    with pytest.raises(ValueError, match="bounded action spec"):
+        gaussian_actor({"observation": 4}, Unbounded(3), squash=True)
+    with pytest.raises(ValueError, match=r"Unknown activation 'gelu'; choose one of \['elu'"):
+        GroupMLP(3, 1, activation="gelu")
+
+
+def test_actor_is_chosen_from_the_spec():
+    assert "logits" in make_actor({"observation": 4}, Categorical(2)).out_keys
+    assert "loc" in make_actor({"observation": 4}, Bounded(-1, 1, (3,))).out_keys
+
+
+def test_normalization_is_updated_inside_actor_and_critic():
+    groups = {"a": 2, "b": 1}
+    data = TensorDict(a=torch.randn(6, 7, 2) * 100 + 50, b=torch.randn(6, 7, 1), batch_size=[6, 7])
+    for module in (gaussian_actor(groups, 2), categorical_actor(groups, 3), value_critic(groups)):
+        update_normalization(module, data)
+        norms = [m for m in module.modules() if type(m).__name__ == "RunningNorm"]
+        assert [int(m.count) for m in norms] == [42]
+        torch.testing.assert_close(norms[0].mean[:2], data["a"].reshape(-1, 2).mean(0), rtol=1e-4, atol=1e-4)
+    update_normalization(value_critic(groups, normalize=False), data)  # nothing to update is fine
+
+
+def test_distribution_stays_in_float32_under_autocast():
+    actor = gaussian_actor({"policy": 3}, 2)
+    td = TensorDict(policy=torch.randn(8, 3), batch_size=[8])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = actor(td)
+    assert out["loc"].dtype == out["action_log_prob"].dtype == torch.float32

@@ -1,0 +1,91 @@
+import pytest
+import torch
+
+from edenrl.modules import RunningNorm
+
+
+def test_merged_batches_equal_one_pass_statistics():
+    torch.manual_seed(0)
+    data = torch.randn(700, 5) * torch.tensor([1.0, 10, 0.1, 3, 1]) + torch.tensor([0.0, 100, -5, 1, 1e3])
+    norm = RunningNorm(5)
+    for part in data.split([1, 9, 90, 600]):
+        norm.update(part)
+    assert int(norm.count) == 700
+    torch.testing.assert_close(norm.mean.double(), data.double().mean(0), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(norm.var.double(), data.double().var(0, unbiased=False), rtol=1e-4, atol=1e-5)
+
+
+def test_between_batch_term_by_hand():
+    norm = RunningNorm(1)
+    norm.update(torch.tensor([[0.0], [2.0]]))
+    norm.update(torch.tensor([[10.0], [12.0]]))
+    # mean 6; deviations -6, -4, 4, 6: variance (36 + 16 + 16 + 36) / 4 = 26
+    assert (norm.mean.item(), norm.var.item(), int(norm.count)) == (6.0, 26.0, 4)
+    assert norm(torch.tensor([6.0 + 26**0.5])).item() == pytest.approx(26**0.5 / (26**0.5 + 1e-2))
+
+
+def test_any_batch_shape():
+    norm = RunningNorm((2, 3))
+    norm.update(torch.randn(4, 5, 2, 3))
+    assert int(norm.count) == 20 and norm(torch.randn(7, 2, 3)).shape == (7, 2, 3)
+
+
+def test_eval_mode_freezes_to_the_bit():
+    norm = RunningNorm(3)
+    norm.update(torch.randn(16, 3))
+    before = {k: v.clone() for k, v in norm.state_dict().items()}
+    norm.eval()
+    norm.update(torch.full((8, 3), 100.0))
+    norm(torch.full((8, 3), 100.0))
+    norm.train()
+    norm(torch.full((8, 3), 100.0))
+    assert all(torch.equal(before[k], v) for k, v in norm.state_dict().items())
+
+
+def test_masked_features_pass_through():
+    norm = RunningNorm(3, mask=torch.tensor([True, False, True]))
+    norm.update(torch.randn(64, 3) * 50)
+    x = torch.randn(4, 3)
+    assert torch.equal(norm(x)[:, 1], x[:, 1]) and not torch.equal(norm(x)[:, 0], x[:, 0])
+
+
+@pytest.mark.parametrize("rows", [torch.zeros(1, 2), torch.full((5, 2), 7.0)])
+def test_zero_variance_and_single_rows_stay_finite(rows):
+    norm = RunningNorm(2, clip=10.0)
+    norm.update(rows)
+    out = norm(rows + torch.tensor([0.0, 1e6]))
+    assert out.isfinite().all() and out.abs().max() <= 10.0
+
+
+def test_empty_batch_changes_nothing():
+    norm = RunningNorm(2)
+    norm.update(torch.zeros(0, 2))
+    assert int(norm.count) == 0 and norm.var.tolist() == [1.0, 1.0]
+
+
+def test_nonfinite_input_is_refused_and_named():
+    norm = RunningNorm(2)
+    bad = torch.zeros(4, 2)
+    bad[2, 1] = float("nan")
+    with pytest.raises(ValueError, match=r"1 value\(s\), the first in row 2, feature \[1\]"):
+        norm.update(bad)
+    assert int(norm.count) == 0
+
+
+def test_wrong_arguments():
+    with pytest.raises(ValueError, match=r"features of shape \(4, 3\)"):
+        RunningNorm(2).update(torch.zeros(4, 3))
+    with pytest.raises(ValueError, match=r"bool mask of shape \(2,\)"):
+        RunningNorm(2, mask=torch.ones(3, dtype=torch.bool))
+    with pytest.raises(ValueError, match="clip > 0"):
+        RunningNorm(2, clip=0.0)
+
+
+def test_state_travels_with_state_dict_and_double():
+    norm = RunningNorm(2)
+    norm.update(torch.randn(32, 2))
+    fresh = RunningNorm(2)
+    fresh.load_state_dict(norm.state_dict())
+    x = torch.randn(3, 2)
+    assert torch.equal(fresh(x), norm(x))
+    assert norm.double()(x.double()).dtype == torch.float64

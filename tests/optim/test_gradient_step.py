@@ -1,0 +1,177 @@
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import nn
+
+from edenrl.optim import GradientStep, make_lr_schedule
+
+
+class TwoGroups(nn.Module):
+    """Two scalars with known gradients: d/da = 3, d/db = 4 (and a third that nothing trains)."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Parameter(torch.tensor([1.0]))
+        self.b = nn.Parameter(torch.tensor([1.0]))
+
+    def parameter_groups(self):
+        return {"actor": [self.a], "critic": [self.b]}
+
+    def forward(self, scale=1.0):
+        return TensorDict(
+            loss_a=(3 * self.a * scale).sum(), loss_b=(4 * self.b).sum(), metric=torch.tensor(7.0), kl=torch.tensor(1.0)
+        )
+
+
+def test_sums_losses_and_clips_each_group_on_its_own_norm():
+    loss = TwoGroups()
+    step = GradientStep(loss, torch.optim.SGD(loss.parameters(), lr=0.1), max_grad_norm={"actor": 1.0})
+    metrics = step(loss())
+    assert metrics["loss"].item() == 7.0
+    assert (metrics["grad_norm_actor"].item(), metrics["grad_norm_critic"].item()) == (3.0, 4.0)
+    assert loss.a.item() == pytest.approx(0.9, abs=1e-6)  # clipped to 1
+    assert loss.b.item() == pytest.approx(0.6)  # not clipped
+    assert loss.a.grad is None
+
+
+def test_several_named_optimizers():
+    loss = TwoGroups()
+    optimizers = {"a": torch.optim.SGD([loss.a], lr=0.1), "b": torch.optim.SGD([loss.b], lr=0.01)}
+    GradientStep(loss, optimizers)(loss())
+    assert (loss.a.item(), loss.b.item()) == pytest.approx((0.7, 0.96))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_nonfinite_gradient_raises_and_names_the_parameter(bad):
+    loss = TwoGroups()
+    step = GradientStep(loss, torch.optim.Adam(loss.parameters(), lr=0.1))
+    with pytest.raises(FloatingPointError, match=r"gradient in a \(loss_a=(nan|inf), loss_b=4\)"):
+        step(loss(scale=torch.tensor(bad)))
+    assert (loss.a.item(), loss.b.item()) == (1.0, 1.0) and step.skipped == 1
+    step(loss())  # the next good update goes through
+    assert loss.a.item() < 1.0
+
+
+def test_skip_counts_and_leaves_everything_untouched():
+    loss = TwoGroups()
+    optimizer = torch.optim.Adam(loss.parameters(), lr=0.1)
+    schedule = make_lr_schedule("linear", optimizer, 10)
+    step = GradientStep(loss, optimizer, on_nonfinite="skip", lr_schedule=schedule)
+    step(loss(scale=torch.tensor(float("nan"))))
+    assert (loss.a.item(), loss.b.item(), step.skipped) == (1.0, 1.0, 1)
+    assert not optimizer.state and optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_nonfinite_loss_with_finite_gradients_is_refused():
+    loss = TwoGroups()
+    step = GradientStep(loss, torch.optim.SGD(loss.parameters(), lr=0.1))
+    out = loss()
+    out["loss_a"] = out["loss_a"] + torch.tensor(float("nan"))
+    with pytest.raises(FloatingPointError, match="Non-finite loss"):
+        step(out)
+    assert loss.a.item() == 1.0
+
+
+def test_adaptive_rate_changes_before_the_step_of_the_same_update():
+    loss = TwoGroups()
+    optimizer = torch.optim.SGD(loss.parameters(), lr=1e-3)
+    schedule = make_lr_schedule("adaptive", optimizer, 1, target_kl=0.01)
+    metrics = GradientStep(loss, optimizer, lr_schedule=schedule)(loss())
+    assert metrics["lr"].item() == pytest.approx(1e-3 / 1.5)
+    assert loss.a.item() == pytest.approx(1 - 3e-3 / 1.5)
+
+
+def test_other_schedules_advance_after_the_step():
+    loss = TwoGroups()
+    optimizer = torch.optim.SGD(loss.parameters(), lr=0.1)
+    step = GradientStep(loss, optimizer, lr_schedule=make_lr_schedule("linear", optimizer, 2))
+    step(loss())
+    assert loss.a.item() == pytest.approx(1 - 0.3) and optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
+
+
+def test_wrong_wiring_is_refused():
+    loss = TwoGroups()
+    stranger = nn.Parameter(torch.zeros(1))
+    with pytest.raises(ValueError, match="a parameter that is not the loss's"):
+        GradientStep(loss, torch.optim.SGD([loss.a, loss.b, stranger], lr=0.1))
+    with pytest.raises(ValueError, match=r"max_grad_norm names \['polcy'\]; the loss trains \['actor', 'critic'\]"):
+        GradientStep(loss, torch.optim.SGD(loss.parameters(), lr=0.1), max_grad_norm={"polcy": 1.0})
+    with pytest.raises(ValueError, match="'raise' or 'skip'"):
+        GradientStep(loss, torch.optim.SGD(loss.parameters(), lr=0.1), on_nonfinite="ignore")
+    step = GradientStep(loss, torch.optim.SGD(loss.parameters(), lr=0.1))
+    with pytest.raises(ValueError, match=r"scalar loss_\* entries, got {'loss_a': \(2,\)}. Use reduction"):
+        step(TensorDict(loss_a=loss.a.expand(2)))
+    with pytest.raises(ValueError, match=r"scalar loss_\* entries, got {}"):
+        step(TensorDict(metric=torch.tensor(0.0)))
+
+
+def test_parameters_outside_the_optimizer_are_left_alone():
+    loss = TwoGroups()
+    step = GradientStep(loss, torch.optim.SGD([loss.a], lr=0.1), max_grad_norm=1.0)
+    metrics = step(loss())
+    assert loss.b.item() == 1.0 and "grad_norm_critic" not in metrics
+
+
+def test_bfloat16_autocast_trains():
+    torch.manual_seed(0)
+    net = nn.Linear(8, 1)
+    step = GradientStep(net, torch.optim.SGD(net.parameters(), lr=0.1), amp_dtype=torch.bfloat16)
+    x, losses = torch.randn(64, 8), []
+    for _ in range(20):
+        with step.autocast():
+            out = net(x)
+            assert out.dtype == torch.bfloat16
+        losses.append(step(TensorDict(loss_mse=(out.float() - 1).square().mean()))["loss"].item())
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_gradient_scaler_skips_an_overflow_and_halves():
+    loss = TwoGroups()
+    step = GradientStep(loss, torch.optim.SGD(loss.parameters(), lr=0.1), amp_dtype=torch.float16)
+    scale = step.scaler.get_scale()
+    step(loss(scale=torch.tensor(float("inf"))))
+    assert (loss.a.item(), loss.b.item(), step.skipped) == (1.0, 1.0, 1)
+    assert step.scaler.get_scale() == scale / 2
+    step(loss())
+    assert loss.a.item() == pytest.approx(0.7)
+
+
+def test_state_round_trip():
+    def build():
+        loss = TwoGroups()
+        optimizer = torch.optim.SGD(loss.parameters(), lr=0.1)
+        schedule = make_lr_schedule("cosine", optimizer, 10)
+        return loss, optimizer, GradientStep(loss, optimizer, lr_schedule=schedule, on_nonfinite="skip")
+
+    loss, optimizer, step = build()
+    step(loss())
+    step(loss(scale=torch.tensor(float("nan"))))
+    other_loss, other_optimizer, other = build()
+    other_loss.load_state_dict(loss.state_dict())
+    other_optimizer.load_state_dict(optimizer.state_dict())
+    other.load_state_dict(step.state_dict())
+    assert other.skipped == 1
+    step(loss())
+    other(other_loss())
+    assert loss.a.item() == other_loss.a.item()
+
+
+def test_restart_keeps_momentum_and_runs_over_what_is_left():
+    loss = TwoGroups()
+    optimizer = torch.optim.Adam(loss.parameters(), lr=1.0)
+    step = GradientStep(loss, optimizer, lr_schedule=make_lr_schedule("linear", optimizer, 10))
+    for _ in range(5):
+        step(loss())
+    momentum = optimizer.state[loss.a]["exp_avg"].clone()
+    step.restart_schedule("linear", lr=0.2, remaining_updates=2)
+    assert optimizer.param_groups[0]["lr"] == 0.2 and torch.equal(optimizer.state[loss.a]["exp_avg"], momentum)
+    assert [step(loss())["lr"].item() for _ in range(2)] == pytest.approx([0.1, 0.0])
+
+
+def test_a_saved_schedule_of_another_kind_is_not_forced_into_this_one():
+    loss = TwoGroups()
+    optimizer = torch.optim.SGD(loss.parameters(), lr=0.1)
+    adaptive = GradientStep(loss, optimizer, lr_schedule=make_lr_schedule("adaptive", optimizer, 1, target_kl=0.01))
+    linear = GradientStep(loss, optimizer, lr_schedule=make_lr_schedule("linear", optimizer, 10))
+    linear.load_state_dict(adaptive.state_dict())
+    assert linear.lr_schedule.last_epoch == 0
