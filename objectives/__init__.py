@@ -1,0 +1,6 @@
+"""Losses and advantage estimators, one file per algorithm."""
+
+from edenrl.objectives.gae import GAE
+from edenrl.objectives.ppo import PPOLoss, gaussian_kl
+
+__all__ = ["GAE", "PPOLoss", "gaussian_kl"]

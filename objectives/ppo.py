@@ -1,0 +1,226 @@
+"""Proximal policy optimization with the exact KL divergence of Gaussian policies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModule, TensorDictParams, dispatch
+from torch import Tensor, nn
+from torchrl.modules import IndependentNormal, TanhNormal
+from torchrl.objectives import ClipPPOLoss
+
+__all__ = ["PPOLoss", "gaussian_kl"]
+
+
+def gaussian_kl(old_loc: Tensor, old_scale: Tensor, loc: Tensor, scale: Tensor) -> Tensor:
+    """KL(old || new) of diagonal Gaussians, summed over the last dimension.
+
+    Examples:
+        >>> zero, one = torch.zeros(1), torch.ones(1)
+        >>> float(gaussian_kl(zero, one, 2 * one, one))
+        2.0
+    """
+    return (
+        (scale / old_scale).log() + (old_scale.square() + (old_loc - loc).square()) / (2 * scale.square()) - 0.5
+    ).sum(-1)
+
+
+class PPOLoss(ClipPPOLoss):
+    r"""TorchRL's :class:`~torchrl.objectives.ClipPPOLoss` with what training on robots needs beside it.
+
+    Differences from the parent: ``kl`` is the exact KL(old || new) for diagonal Gaussians, from the ``loc`` and
+    ``scale`` stored at collection (other policies: the sampled estimate); ``explained_variance`` compares the values
+    stored at collection with their targets; an optional penalty keeps the mean action inside [-1, 1]; the value loss is
+    squared error, clipped, by default; the metrics are scalars for every batch shape; ``out_keys`` lists exactly
+    what is returned; :meth:`parameter_groups` says what is trained.
+
+    Outputs: ``loss_objective``, ``loss_critic``, ``loss_entropy`` and ``loss_action_bound`` (when its coefficient is
+    positive), weighted and meant to be summed; the other entries are detached scalars.
+
+    Args:
+        actor_network: probabilistic actor; Gaussian ones must have stored ``loc`` and ``scale``.
+        critic_network: writes ``state_value``; ``None`` trains the policy alone.
+        clip_epsilon: clip range of the probability ratio, in (0, 1), or a pair (low, high).
+        entropy_coeff: weight of the entropy bonus.
+        critic_coeff: weight of the value loss; 0 leaves the critic out.
+        loss_critic_type: "l2", "l1" or "smooth_l1".
+        clip_value: clip the change of the value to ``clip_epsilon`` (True), to a given range, or not at all.
+        action_bound_coeff: weight of mean(relu(loc - 1)^2) + mean(relu(-loc - 1)^2).
+        kwargs: further options of the parent, such as ``normalize_advantage``, ``reduction`` or ``functional``.
+
+    Raises:
+        ValueError: for a clip range outside (0, 1), or ``separate_losses`` without ``functional``.
+        KeyError: for a batch without "advantage". The parent would estimate it there, wrongly for shuffled
+            mini-batches; run :class:`~edenrl.objectives.GAE` on the whole rollout first.
+
+    Source: Schulman et al. 2017, arXiv:1707.06347; value clipping and adaptive KL as in rsl_rl.
+
+    Examples:
+        >>> from tensordict import TensorDict
+        >>> from edenrl.modules import gaussian_actor, value_critic
+        >>> actor, critic = gaussian_actor({"observation": 3}, 2), value_critic({"observation": 3})
+        >>> loss = PPOLoss(actor, critic)
+        >>> data = actor(TensorDict(observation=torch.randn(8, 3), batch_size=[8])).detach()
+        >>> data = critic(data).detach().update({"advantage": torch.randn(8, 1), "value_target": torch.randn(8, 1)})
+        >>> out = loss(data)
+        >>> round(float(out["kl"]), 6)
+        0.0
+        >>> sum(value for name, value in out.items() if name.startswith("loss_")).backward()
+    """
+
+    @dataclass
+    class _AcceptedKeys(ClipPPOLoss._AcceptedKeys):
+        loc: NestedKey = "loc"
+        scale: NestedKey = "scale"
+
+    default_keys = _AcceptedKeys
+    tensor_keys: _AcceptedKeys
+    _schedulable_buffers = frozenset({"action_bound_coeff"})
+
+    _out_keys: list[NestedKey] | None
+    actor_network: TensorDictModule
+    critic_network: TensorDictModule
+    actor_network_params: TensorDictParams
+    critic_network_params: TensorDictParams
+    target_actor_network_params: TensorDictParams
+    target_critic_network_params: TensorDictParams
+
+    def __init__(
+        self,
+        actor_network: ProbabilisticTensorDictSequential,
+        critic_network: TensorDictModule | None = None,
+        *,
+        clip_epsilon: float | tuple[float, float] = 0.2,
+        entropy_coeff: float = 0.01,
+        critic_coeff: float = 1.0,
+        loss_critic_type: str = "l2",
+        clip_value: bool | float = True,
+        action_bound_coeff: float = 0.0,
+        **kwargs: Any,
+    ) -> None:
+        if isinstance(clip_epsilon, (int, float)) and not 0 < clip_epsilon < 1:
+            raise ValueError(
+                f"PPOLoss needs clip_epsilon in (0, 1), got {clip_epsilon}; pass (low, high) for a wider upper range."
+            )
+        if kwargs.get("separate_losses") and kwargs.get("functional") is False:
+            raise ValueError(
+                "separate_losses=True needs functional=True: otherwise the value loss reaches a shared trunk."
+            )
+        super().__init__(
+            actor_network,
+            critic_network,
+            clip_epsilon=clip_epsilon,
+            entropy_coeff=entropy_coeff,
+            critic_coeff=None if critic_network is None else critic_coeff,
+            loss_critic_type=loss_critic_type,
+            clip_value=clip_value,
+            log_explained_variance=False,
+            **kwargs,
+        )
+        self.register_coeff_buffer("action_bound_coeff", action_bound_coeff)
+        self._bounds_actions = action_bound_coeff > 0
+        self._distribution: torch.distributions.Distribution | None = None
+
+    def _set_in_keys(self) -> None:
+        names = self.tensor_keys
+        keys = [*self.actor_network.in_keys, names.action, names.sample_log_prob, names.advantage]
+        if {"loc", "scale"} <= set(self.actor_network.out_keys):
+            keys += [names.loc, names.scale]
+        if self._has_critic:
+            keys += [*self.critic_network.in_keys, names.value, names.value_target]
+        self._in_keys = list(dict.fromkeys(keys))
+
+    @property
+    def out_keys(self) -> list[NestedKey]:
+        """The entries that :meth:`forward` returns."""
+        if self._out_keys is None:
+            keys = ["loss_objective", "clip_fraction", "kl_approx", "ESS", "max_ratio", "mean_ratio", "kl"]
+            if self.entropy_bonus:
+                keys += ["loss_entropy", "entropy"]
+            if self._has_critic:
+                keys += ["loss_critic", "explained_variance"]
+                if self.clip_value is not None:
+                    keys.append("value_clip_fraction")
+            if self._bounds_actions:
+                keys.append("loss_action_bound")
+            self._out_keys = keys
+        return self._out_keys
+
+    @out_keys.setter
+    def out_keys(self, values: list[NestedKey]) -> None:
+        self._out_keys = values
+
+    def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
+        """Trained parameters by group, "policy" and "critic"; parameters of a shared trunk count as "policy"."""
+        policy = list((self.actor_network_params if self.functional else self.actor_network).parameters())
+        if not self._has_critic:
+            return {"policy": policy}
+        critic = (self.critic_network_params if self.functional else self.critic_network).parameters()
+        shared = {id(parameter) for parameter in policy}
+        return {"policy": policy, "critic": [parameter for parameter in critic if id(parameter) not in shared]}
+
+    @dispatch
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Computes the weighted losses and metrics of a batch of any shape."""
+        if self.tensor_keys.advantage not in tensordict.keys(include_nested=True):
+            raise KeyError(
+                f"The batch has no {self.tensor_keys.advantage!r}. Run GAE on the rollout [N, T] before it is split "
+                "into mini-batches, or rename the entry with set_keys(advantage=...)."
+            )
+        try:
+            out = super().forward(tensordict)
+            new = self._gaussian_parameters(self._distribution)
+        finally:
+            self._distribution = None
+        with torch.no_grad():
+            out.set("ESS", out.get("ESS").mean())
+            out.set("kl", out.get("kl_approx") if new is None else self._exact_kl(tensordict, *new))
+            if self._has_critic:
+                out.set("explained_variance", self._explained_variance(tensordict))
+        if self._bounds_actions:
+            out.set("loss_action_bound", self._action_bound(tensordict, new))
+        return out
+
+    def _log_weight(self, tensordict: TensorDictBase, adv_shape: torch.Size) -> tuple[Tensor, Any, Tensor, Any]:
+        outputs = super()._log_weight(tensordict, adv_shape)
+        # Kept for the terms above, so that the actor runs once.
+        self._distribution = outputs[1]
+        return outputs
+
+    @staticmethod
+    def _gaussian_parameters(distribution: Any) -> tuple[Tensor, Tensor] | None:
+        """Mean and scale of a diagonal Gaussian; a tanh is a bijection and leaves the KL as it is."""
+        if isinstance(distribution, IndependentNormal):
+            return distribution.base_dist.loc, distribution.base_dist.scale
+        if isinstance(distribution, TanhNormal):
+            return distribution.loc, distribution.scale
+        return None
+
+    def _exact_kl(self, tensordict: TensorDictBase, loc: Tensor, scale: Tensor) -> Tensor:
+        old_loc = tensordict.get(self.tensor_keys.loc, None)
+        old_scale = tensordict.get(self.tensor_keys.scale, None)
+        if old_loc is None or old_scale is None:
+            raise KeyError(
+                f"The exact KL needs the collection-time {self.tensor_keys.loc!r} and {self.tensor_keys.scale!r}; the "
+                f"batch has {sorted(map(str, tensordict.keys()))}. Keep both in the data, or rename them with set_keys."
+            )
+        return self._reduce_loss(gaussian_kl(old_loc, old_scale, loc, scale), tensordict, reduction="mean")
+
+    def _explained_variance(self, tensordict: TensorDictBase) -> Tensor:
+        value, target = tensordict.get(self.tensor_keys.value, None), tensordict.get(self.tensor_keys.value_target)
+        if value is None:
+            raise KeyError(
+                f"explained_variance needs the collection-time {self.tensor_keys.value!r} in the batch; let the "
+                "advantage estimator write it, or rename it with set_keys(value=...)."
+            )
+        variance = target.var(correction=0)
+        return 1 - (target - value).var(correction=0) / variance.clamp_min(torch.finfo(variance.dtype).eps)
+
+    def _action_bound(self, tensordict: TensorDictBase, new: tuple[Tensor, Tensor] | None) -> Tensor:
+        if new is None:
+            raise ValueError("action_bound_coeff > 0 needs a Gaussian actor; set action_bound_coeff=0.")
+        excess = (new[0].abs() - 1).relu().square().mean(-1)
+        return self._reduce_loss(self.action_bound_coeff * excess, tensordict)

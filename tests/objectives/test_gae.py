@@ -1,0 +1,210 @@
+"""GAE against golden numbers, a slow reference, and hand-computed time-out cases."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
+from torch import nn
+from torchrl.objectives.value import GAE as TorchRLGAE
+
+from edenrl.modules import value_critic
+from edenrl.objectives import GAE
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "gae.npz"
+
+
+class CountingIdentity(nn.Module):
+    """V(s) = s, counting the observations it was asked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = 0
+
+    def forward(self, x):
+        self.rows += x[..., 0].numel()
+        return x
+
+
+def identity_critic():
+    return TensorDictModule(CountingIdentity(), in_keys=["observation"], out_keys=["state_value"])
+
+
+def make_rollout(obs, next_obs, reward, terminated, truncated):
+    """Stacks [N, T] arrays into a rollout [N, T] with trailing feature dimension."""
+    as_tensor = [torch.as_tensor(x).unsqueeze(-1) for x in (obs, next_obs, reward, terminated, truncated)]
+    obs, next_obs, reward, terminated, truncated = as_tensor
+    return TensorDict(
+        observation=obs.float(),
+        next=dict(
+            observation=next_obs.float(),
+            reward=reward.float(),
+            terminated=terminated,
+            truncated=truncated,
+            done=terminated | truncated,
+        ),
+        batch_size=obs.shape[:2],
+        names=[None, "time"],
+    )
+
+
+def test_golden_exact_bootstrap():
+    g = dict(np.load(GOLDEN, allow_pickle=False))
+    done, time_outs = g["dones"].T, g["time_outs"].T
+    values, final = g["values"].T, g["final_values"].T
+    following = np.concatenate([g["values"][1:], g["last_values"][None]]).T
+    td = make_rollout(values, np.where(done, final, following), g["rewards"].T, done & ~time_outs, time_outs)
+    out = GAE(gamma=0.99, lmbda=0.95, value_network=identity_critic())(td.clone())
+    close = dict(rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(out["advantage"][..., 0], torch.from_numpy(g["exact.advantages"]).T, **close)
+    torch.testing.assert_close(out["value_target"][..., 0], torch.from_numpy(g["exact.returns"]).T, **close)
+    torch.testing.assert_close(out["advantage"], torch.from_numpy(g["torchrl.advantage"]), **close)
+    normal = GAE(gamma=0.99, lmbda=0.95, value_network=identity_critic(), average_gae=True)(td.clone())
+    expected = torch.from_numpy(g["exact.advantages_normalized"]).T
+    torch.testing.assert_close(normal["advantage"][..., 0], expected, **close)
+    # The approximation of rsl_rl differs by up to 2.0: ours is the correct one on purpose.
+    assert (out["advantage"][..., 0].T - torch.from_numpy(g["rsl.advantages"])).abs().max() > 1.5
+
+
+def field_case(third_terminated):
+    flags = torch.zeros(1, 4, dtype=torch.bool)
+    end = flags.clone()
+    end[0, 2] = True
+    terminated, truncated = (end, flags) if third_terminated else (flags, end)
+    return make_rollout([[1, 2, 3, 10]], [[2, 3, 4, 11]], [[1.0, 1, 1, 1]], terminated, truncated)
+
+
+def test_time_out_bootstraps_from_the_final_observation():
+    gae = GAE(gamma=0.9, lmbda=0.95, value_network=identity_critic())
+    advantage = gae(field_case(third_terminated=False))["advantage"].flatten()
+    torch.testing.assert_close(advantage, torch.tensor([4.42314, 3.068, 1.6, 0.9]), rtol=1e-5, atol=1e-5)
+    advantage = gae(field_case(third_terminated=True))["advantage"].flatten()
+    assert advantage[2].item() == pytest.approx(-2.0)
+
+
+def slow_reference(reward, value, next_value, terminated, truncated, gamma, lmbda):
+    """Splits one environment into episodes and applies the textbook sum of discounted TD errors."""
+    steps = len(reward)
+    advantage, start = np.zeros(steps), 0
+    for end in range(steps):
+        if not (terminated[end] or truncated[end] or end == steps - 1):
+            continue
+        for t in range(start, end + 1):
+            for k in range(t, end + 1):
+                bootstrap = 0.0 if terminated[k] else gamma * next_value[k]
+                advantage[t] += (gamma * lmbda) ** (k - t) * (reward[k] + bootstrap - value[k])
+        start = end + 1
+    return advantage
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_matches_the_textbook_sum_per_episode(seed):
+    rng = np.random.default_rng(seed)
+    obs = rng.normal(size=(8, 65))
+    terminated, truncated = rng.random((8, 64)) < 0.05, rng.random((8, 64)) < 0.08
+    done = terminated | truncated
+    next_obs = np.where(done, rng.normal(size=(8, 64)), obs[:, 1:])
+    reward = rng.normal(size=(8, 64))
+    td = make_rollout(obs[:, :-1], next_obs, reward, terminated, truncated)
+    out = GAE(gamma=0.97, lmbda=0.9, value_network=identity_critic())(td)["advantage"][..., 0]
+    for env in range(8):
+        expected = slow_reference(reward[env], obs[env], next_obs[env], terminated[env], truncated[env], 0.97, 0.9)
+        np.testing.assert_allclose(out[env].numpy(), expected, atol=1e-5)
+
+
+def test_following_episode_cannot_leak_back():
+    rng = np.random.default_rng(0)
+    obs, reward = rng.normal(size=(2, 33)), rng.normal(size=(2, 32))
+    truncated = np.zeros((2, 32), bool)
+    truncated[:, 15] = True
+    gae = GAE(gamma=0.99, lmbda=0.95, value_network=identity_critic())
+    results = []
+    for late in (reward[:, 16:], np.full((2, 16), 1e6)):
+        changed = np.concatenate([reward[:, :16], late], 1)
+        td = make_rollout(obs[:, :-1], obs[:, 1:], changed, np.zeros_like(truncated), truncated)
+        results.append(gae(td)["advantage"][:, :16])
+    assert torch.equal(*results)
+
+
+def test_each_observation_is_valued_once():
+    rng = np.random.default_rng(0)
+    obs = rng.normal(size=(16, 25))
+    truncated = rng.random((16, 24)) < 0.1
+    td = make_rollout(obs[:, :-1], obs[:, 1:], np.ones((16, 24)), np.zeros_like(truncated), truncated)
+    critic = identity_critic()
+    ours = GAE(gamma=0.99, lmbda=0.95, value_network=critic)(td.clone())
+    ends = truncated.copy()
+    ends[:, -1] = True
+    assert critic.module.rows == 16 * 24 + ends.sum()
+    theirs = TorchRLGAE(gamma=0.99, lmbda=0.95, value_network=identity_critic(), deactivate_vmap=True)(td.clone())
+    torch.testing.assert_close(ours["advantage"], theirs["advantage"])
+
+
+@pytest.mark.parametrize("time_first", [False, True])
+def test_value_heads_are_independent_columns(time_first):
+    torch.manual_seed(0)
+    done = torch.rand(4, 32, 1) < 0.1
+    value, next_value, reward = torch.randn(3, 4, 32, 2).unbind(0)
+
+    def run(columns):
+        wide = (len(columns),)
+        td = TensorDict(
+            state_value=value[..., columns],
+            next=dict(
+                state_value=next_value[..., columns],
+                reward=reward[..., columns],
+                done=done.expand(4, 32, *wide),
+                terminated=done.expand(4, 32, *wide),
+            ),
+            batch_size=[4, 32],
+        )
+        if time_first:
+            td = td.transpose(0, 1).contiguous()
+            td.names = ["time", None]
+        return GAE(gamma=0.99, lmbda=0.95, value_network=None)(td)["advantage"]
+
+    both = run([0, 1])
+    assert torch.equal(both[..., :1], run([0])) and torch.equal(both[..., 1:], run([1]))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        (("next", "reward"), float("nan"), r"\('next', 'reward'\) holds nan at env 1, step 2"),
+        (("next", "reward"), 1e30, r"\('next', 'reward'\) holds 1e\+30 at env 1, step 2"),
+        ("observation", float("inf"), "'observation' holds inf at env 1, step 2"),
+        (("next", "observation"), float("nan"), r"\('next', 'observation'\) holds nan at env 1, step 2"),
+    ],
+)
+def test_nonfinite_data_is_refused_by_key_and_place(key, value, message):
+    flags = torch.zeros(3, 4, 1, dtype=torch.bool)
+    td = TensorDict(
+        observation=torch.zeros(3, 4, 2),
+        next=dict(observation=torch.zeros(3, 4, 2), reward=torch.zeros(3, 4, 1), done=flags, terminated=flags),
+        batch_size=[3, 4],
+    )
+    gae = GAE(gamma=0.99, lmbda=0.95, value_network=value_critic({"observation": 2}))
+    assert gae(td.clone())["advantage"].isfinite().all()
+    td[key][1, 2, 0] = value
+    with pytest.raises(ValueError, match=message):
+        gae(td)
+
+
+def test_gamma_is_checked():
+    with pytest.raises(ValueError, match=r"gamma in \[0, 1\], got 1.5"):
+        GAE(gamma=1.5, lmbda=0.95, value_network=None)
+
+
+def test_critic_stays_trainable():
+    critic = value_critic({"observation": 2})
+    flags = torch.zeros(3, 4, 1, dtype=torch.bool)
+    td = TensorDict(
+        observation=torch.zeros(3, 4, 2),
+        next=dict(observation=torch.zeros(3, 4, 2), reward=torch.zeros(3, 4, 1), done=flags, terminated=flags),
+        batch_size=[3, 4],
+    )
+    out = GAE(gamma=0.99, lmbda=0.95, value_network=critic)(td)
+    assert not out["advantage"].requires_grad
+    assert all(p.requires_grad for p in critic.parameters())
