@@ -1,0 +1,5 @@
+"""Collection of experience."""
+
+from edenrl.collectors.rollout import Collector
+
+__all__ = ["Collector"]

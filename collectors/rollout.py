@@ -1,0 +1,83 @@
+"""On-policy collection that resumes in the middle of an episode."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from typing import Any
+
+from tensordict import TensorDict, TensorDictBase
+from torch import nn
+from torchrl import collectors
+from torchrl.envs import EnvBase, TransformedEnv
+from torchrl.modules.utils import get_primers_from_module
+
+__all__ = ["Collector"]
+
+_log = logging.getLogger("edenrl")
+
+
+class Collector(collectors.Collector):
+    """TorchRL's :class:`~torchrl.collectors.Collector` whose ``state_dict`` continues a run bit for bit.
+
+    TorchRL restores counters and transforms, then starts every environment anew. This class also keeps the data that is
+    carried into the next step and the simulation state of the environment, when its own ``state_dict`` holds it under
+    ``"_extra_state"`` (:class:`~edenrl.envs.PointMass` and synchronous Gymnasium environments do; others start new
+    episodes and say so). The policy is not part of the state: checkpoint it under its own name.
+
+    Takes the arguments of TorchRL's class and yields ``[*env.batch_size, T]``.
+
+    Examples:
+        >>> from edenrl.envs import make_env
+        >>> collector = Collector(make_env("PointMass", 4, seed=0), None, frames_per_batch=32, total_frames=-1)
+        >>> next(iter(collector)).batch_size
+        torch.Size([4, 8])
+    """
+
+    _carrier: TensorDictBase
+
+    def __init__(self, create_env_fn: Any, policy: Any = None, **kwargs: Any) -> None:
+        # TorchRL would add an InitTracker to every environment; only recurrent policies read it.
+        recurrent = isinstance(policy, nn.Module) and get_primers_from_module(policy, warn=False) is not None
+        kwargs.setdefault("auto_register_policy_transforms", recurrent)
+        super().__init__(create_env_fn, policy, **kwargs)
+
+    @property
+    def _simulator(self) -> EnvBase:
+        env = self.env
+        while isinstance(env, TransformedEnv):
+            env = env.base_env
+        return env
+
+    def state_dict(self) -> OrderedDict[str, Any]:
+        """Counters, transforms, simulation state and the carried step."""
+        return OrderedDict(
+            frames=self._frames,
+            iter=self._iter,
+            trajectories=self._traj_pool.state_dict() if self.track_traj_ids else None,
+            transforms=self.env.transform.state_dict() if isinstance(self.env, TransformedEnv) else {},
+            simulator=self._simulator.state_dict(),
+            carrier=self._carrier.clone().to_dict(),
+        )
+
+    def load_state_dict(self, state_dict: OrderedDict[str, Any], **kwargs: Any) -> None:
+        """Restores :meth:`state_dict`; the next batch continues where the saved collector stopped."""
+        self._frames, self._iter = state_dict["frames"], state_dict["iter"]
+        if self.track_traj_ids:
+            self._traj_pool.load_state_dict(state_dict["trajectories"])
+        if isinstance(self.env, TransformedEnv):
+            self.env.transform.load_state_dict(state_dict["transforms"])
+        simulator, saved = self._simulator, state_dict["simulator"]
+        simulator.load_state_dict(saved)
+        extra = saved.get("_extra_state")
+        if extra is None or not extra.get("exact", True):
+            # The carried step belongs to episodes that are lost: keep the fresh reset, under new trajectory ids.
+            _log.warning("%s does not save its simulation state: episodes start anew.", type(simulator).__name__)
+            if self.track_traj_ids:
+                ids = self._traj_pool.get_traj_and_increment(self.n_env, device=self.storing_device)
+                self._carrier.set(("collector", "traj_ids"), ids.view(self.env.batch_size))
+            return
+        device = self._carrier.device
+        self._carrier = TensorDict.from_dict(state_dict["carrier"], batch_size=self.env.batch_size).to(device or "cpu")
+        if self._carrier_has_no_device:
+            self._carrier.clear_device_()

@@ -1,0 +1,27 @@
+"""What every training script shares: runs, checkpoints, logging, progress and evaluation."""
+
+from edenrl.training.checkpoint import Checkpoints, load_policy_weights
+from edenrl.training.environment import build_env, evaluate_run
+from edenrl.training.evaluation import evaluate, evaluation_batch
+from edenrl.training.loggers import MetricsTable, RunLogger, read_metrics
+from edenrl.training.progress import Progress, format_table
+from edenrl.training.run import Run, average, rollout_metrics, run_script, setup
+
+__all__ = [
+    "Checkpoints",
+    "MetricsTable",
+    "Progress",
+    "Run",
+    "RunLogger",
+    "average",
+    "build_env",
+    "evaluate",
+    "evaluate_run",
+    "evaluation_batch",
+    "format_table",
+    "load_policy_weights",
+    "read_metrics",
+    "rollout_metrics",
+    "run_script",
+    "setup",
+]

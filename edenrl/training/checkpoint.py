@@ -1,0 +1,166 @@
+"""Checkpoints that name what they were made for and load whole or not at all."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torchrl.checkpoint import Checkpoint, CheckpointError, CheckpointRotation, StateDictCheckpointAdapter
+
+__all__ = ["Checkpoints", "load_policy_weights"]
+
+
+class _Rotation(CheckpointRotation):
+    """Lets a checkpoint go without the metric (an interrupted run is not evaluated): it is then never the best."""
+
+    def _validate_metric(self, metadata: Mapping[str, Any]) -> None:
+        if self.keep_best is not None and self.keep_best[0] in metadata:
+            super()._validate_metric(metadata)
+
+
+def _layout(components: Mapping[str, Any]) -> dict[str, dict[str, list[int]]]:
+    """Shape of every tensor of every network."""
+    return {
+        name: {key: list(value.shape) for key, value in component.state_dict().items() if torch.is_tensor(value)}
+        for name, component in components.items()
+        if isinstance(component, nn.Module)
+    }
+
+
+def _first_difference(saved: Mapping[str, Any], current: Mapping[str, Any]) -> str | None:
+    for name in current:
+        if name not in saved:
+            return f"it has no network {name!r} (it holds {sorted(saved)})"
+        for key in [*current[name], *saved[name]]:
+            ours, theirs = current[name].get(key), saved[name].get(key)
+            if ours != theirs:
+                as_text = [("nothing" if shape is None else f"shape {tuple(shape)}") for shape in (theirs, ours)]
+                return f"{name}.{key} is {as_text[0]} in the checkpoint and {as_text[1]} in this run"
+    return None
+
+
+class Checkpoints:
+    """The ``checkpoints/`` folder of a run: TorchRL checkpoints, the last few and the best.
+
+    Saving is atomic: a checkpoint appears under its name only when complete, so a run killed at any instant keeps the
+    previous one. Parameters that are not finite are refused, the good checkpoint stays.
+
+    Args:
+        directory: folder, created when first saved to.
+        components: what a checkpoint holds: modules, optimizers, anything with ``state_dict``/``load_state_dict``.
+        algorithm: name that a checkpoint is stamped with.
+        keep_last: how many of the newest to keep.
+        best_metric: metadata entry by which the best one is kept (largest wins).
+
+    Examples:
+        >>> import tempfile
+        >>> net = nn.Linear(2, 1)
+        >>> checkpoints = Checkpoints(tempfile.mkdtemp(), {"policy": net}, algorithm="PPO")
+        >>> checkpoints.save(step=1, return_mean=3.0).name
+        'checkpoint-000000000001'
+        >>> checkpoints.load()["step"]
+        1
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        components: Mapping[str, Any],
+        *,
+        algorithm: str,
+        keep_last: int = 2,
+        best_metric: str = "return_mean",
+    ) -> None:
+        self.components, self.algorithm, self.best_metric = dict(components), algorithm, best_metric
+        self.rotation = _Rotation(directory, keep_last=keep_last, keep_best=(best_metric, "max"))
+        self._checkpoint = Checkpoint()
+        for name, component in self.components.items():
+            # One file a component and no pickle; the default writes a file per tensor.
+            adapter = None if hasattr(component, "dump") else StateDictCheckpointAdapter("consolidated")
+            self._checkpoint.register(name, component, adapter=adapter)
+
+    def save(self, step: int, **metadata: Any) -> Path:
+        """Saves all components at ``step`` with JSON metadata and returns the checkpoint's path."""
+        for name, component in self.components.items():
+            if isinstance(component, nn.Module):
+                for key, value in component.named_parameters():
+                    if not bool(value.isfinite().all()):
+                        raise FloatingPointError(
+                            f"{name}.{key} is not finite; nothing was saved and {self.latest() or 'no checkpoint'} "
+                            "is the newest good state."
+                        )
+        layout = {"algorithm": self.algorithm, "layout": _layout(self.components), "step": step}
+        return self.rotation.save(self._checkpoint, step=step, metadata={**metadata, **layout})
+
+    def load(self, path: str | Path | None = None) -> dict[str, Any]:
+        """Restores the newest checkpoint, or the one at ``path``, and returns its metadata.
+
+        Raises:
+            CheckpointError: if it belongs to another algorithm or architecture (naming the first difference, before
+                anything is changed), or if a component is missing.
+        """
+        path = self.latest() if path is None else Path(path)
+        if path is None:
+            raise FileNotFoundError(f"No checkpoint in {self.rotation.directory}.")
+        metadata = Checkpoint.manifest(path)["metadata"]
+        if metadata.get("algorithm") != self.algorithm:
+            raise CheckpointError(
+                f"{path} was saved by {metadata.get('algorithm')!r}, this run is {self.algorithm!r}. Resume it "
+                "with the script it was trained with."
+            )
+        if difference := _first_difference(metadata["layout"], _layout(self.components)):
+            raise CheckpointError(
+                f"{path} does not fit this run's networks: {difference}. Use the run's own config.json, or start a new "
+                "run. Nothing was loaded."
+            )
+        networks = [component for component in self.components.values() if isinstance(component, nn.Module)]
+        device = next((parameter.device for network in networks for parameter in network.parameters()), None)
+        self._checkpoint.load(path, map_location=device)
+        return metadata
+
+    def latest(self) -> Path | None:
+        """The newest complete checkpoint, or ``None``."""
+        return self.rotation.latest()
+
+    def best(self) -> Path | None:
+        """The checkpoint with the best metric, or ``None`` when none was evaluated."""
+        return self.rotation.best()
+
+    def sweep(self) -> None:
+        """Removes what a killed process left half-written (hidden staging folders)."""
+        if self.rotation.directory.is_dir():
+            for leftover in self.rotation.directory.glob(f".{self.rotation.prefix}-*"):
+                shutil.rmtree(leftover, ignore_errors=True)
+
+
+def load_policy_weights(policy: nn.Module, run_dir: str | Path, which: str = "best") -> Path:
+    """Loads only the policy of a run, statistics included; the rest of the checkpoint is not needed.
+
+    Args:
+        policy: a policy built from the run's ``config.json``.
+        run_dir: the run directory.
+        which: "best" (by evaluation return; the newest if none was evaluated), "latest", or a checkpoint's path.
+
+    Returns:
+        The path of the checkpoint that was read.
+
+    Raises:
+        FileNotFoundError: for a run without checkpoints.
+        CheckpointError: for another architecture, naming the first difference.
+    """
+    rotation = _Rotation(Path(run_dir) / "checkpoints", keep_last=1, keep_best=("return_mean", "max"))
+    if which not in ("best", "latest"):
+        path: Path | None = Path(which)
+    else:
+        path = (rotation.best() if which == "best" else None) or rotation.latest()
+    if path is None:
+        raise FileNotFoundError(f"{run_dir} has no checkpoint yet: the run was stopped before its first one.")
+    saved = Checkpoint.manifest(path)["metadata"]["layout"]
+    if difference := _first_difference(saved, _layout({"policy": policy})):
+        raise CheckpointError(f"{path} does not fit this policy: {difference}. Nothing was loaded.")
+    Checkpoint(policy=policy).load(path, map_location=next(policy.parameters()).device)
+    return path

@@ -1,0 +1,127 @@
+"""Evaluation of a policy over a fixed number of whole episodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from tensordict.nn import TensorDictModuleBase
+from torchrl.checkpoint import GlobalRNGState
+from torchrl.envs import EnvBase
+from torchrl.envs.utils import ExplorationType, set_exploration_type
+
+__all__ = ["evaluate", "evaluation_batch"]
+
+
+def evaluation_batch(num_episodes: int, limit: int = 128) -> int:
+    """The number of environments, at most ``limit``, that divides ``num_episodes`` evenly.
+
+    Examples:
+        >>> evaluation_batch(128), evaluation_batch(20), evaluation_batch(300)
+        (128, 20, 100)
+    """
+    return max(n for n in range(1, min(num_episodes, limit) + 1) if num_episodes % n == 0)
+
+
+def evaluate(
+    policy: TensorDictModuleBase,
+    make_env: Callable[[int], EnvBase],
+    num_episodes: int = 20,
+    *,
+    max_steps: int = 100_000,
+) -> dict[str, float]:
+    """Plays the deterministic policy for exactly ``num_episodes`` finished episodes.
+
+    Every environment of the batch contributes a quota fixed beforehand, so that short episodes are not favoured. The
+    environment is built for the purpose and closed; global random states, the policy's mode and its running statistics
+    are as before afterwards.
+
+    Args:
+        policy: any TensorDict policy; stochastic ones act with their deterministic exploration type.
+        make_env: builds an environment of the given number of rows, e.g.
+            ``lambda n: make_env("PointMass", n, seed=0)``.
+        num_episodes: how many episodes count.
+        max_steps: bound on the steps of the whole evaluation.
+
+    Returns:
+        ``return_mean``, ``return_std``, ``return_median``, ``return_min``, ``return_max``, ``length_mean``,
+        ``length_min``, ``length_max``, ``episodes``; and for every ``("next", "metrics", name)`` the mean at the
+        episodes' ends as ``name``, with ``success`` reported as ``success_rate``.
+
+    Raises:
+        RuntimeError: if the episodes have not ended after ``max_steps``.
+
+    Examples:
+        >>> from edenrl.envs import make_env
+        >>> from edenrl.modules import gaussian_actor
+        >>> actor = gaussian_actor({"observation": 14}, 2)
+        >>> result = evaluate(actor, lambda n: make_env("PointMass", n, seed=0), num_episodes=8)
+        >>> result["episodes"], result["length_max"] <= 100
+        (8.0, True)
+    """
+    if num_episodes < 1:
+        raise ValueError(f"evaluate needs num_episodes >= 1, got {num_episodes}.")
+    rng = GlobalRNGState()
+    saved_rng = rng.state_dict()
+    training = policy.training
+    env = None
+    try:
+        env = make_env(evaluation_batch(num_episodes))
+        policy.eval()
+        with torch.no_grad(), set_exploration_type(ExplorationType.DETERMINISTIC):
+            finished = _play(policy, env, num_episodes // env.batch_size.numel(), max_steps)
+    finally:
+        policy.train(training)
+        if env is not None:
+            env.close(raise_if_closed=False)
+        rng.load_state_dict(saved_rng)
+    return _summarize(finished)
+
+
+def _play(policy: TensorDictModuleBase, env: EnvBase, quota: int, max_steps: int) -> dict[str, torch.Tensor]:
+    """Steps until every row finished ``quota`` episodes; returns the values at the end of each."""
+    td = env.reset()
+    rows = env.batch_size.numel()
+    total = torch.zeros(rows, dtype=torch.float64, device=td.device)
+    length = torch.zeros_like(total)
+    count = torch.zeros(rows, dtype=torch.long, device=td.device)
+    ended: dict[str, list[torch.Tensor]] = {"return": [], "length": []}
+    for _ in range(max_steps):
+        stepped, td = env.step_and_maybe_reset(policy(td))
+        result = stepped["next"]
+        total += result["reward"].reshape(rows)
+        length += 1
+        done = result["done"].reshape(rows)
+        if not bool(done.any()):
+            continue
+        counted = done & (count < quota)
+        ended["return"].append(total[counted])
+        ended["length"].append(length[counted])
+        for name, value in result.get("metrics").items() if "metrics" in result.keys() else ():
+            ended.setdefault(name, []).append(value.reshape(rows)[counted].double())
+        count += done
+        total[done], length[done] = 0.0, 0.0
+        if bool((count >= quota).all()):
+            return {name: torch.cat(values) for name, values in ended.items()}
+    raise RuntimeError(
+        f"Only {int(count.clamp(max=quota).sum())} of {rows * quota} evaluation episodes ended within {max_steps} "
+        "steps. Give the environment a time limit (for example TorchRL's StepCounter(max_steps=...))."
+    )
+
+
+def _summarize(finished: dict[str, torch.Tensor]) -> dict[str, float]:
+    returns, lengths = finished.pop("return"), finished.pop("length")
+    summary = {
+        "return_mean": returns.mean(),
+        "return_std": returns.std(correction=0),
+        "return_median": returns.quantile(0.5),
+        "return_min": returns.min(),
+        "return_max": returns.max(),
+        "length_mean": lengths.mean(),
+        "length_min": lengths.min(),
+        "length_max": lengths.max(),
+        "episodes": torch.tensor(float(len(returns))),
+    }
+    for name, values in finished.items():
+        summary["success_rate" if name == "success" else name] = values.mean()
+    return {name: float(value) for name, value in summary.items()}

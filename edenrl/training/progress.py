@@ -1,0 +1,120 @@
+"""What a person sees while a run goes on, and what is left on disk for programs."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from edenrl.training.loggers import write_atomic
+
+__all__ = ["Progress", "format_table"]
+
+_SECONDS_PER_LINE = 10.0
+_SECONDS_PER_FILE = 1.0
+
+
+def format_table(rows: Mapping[str, Any], title: str = "") -> str:
+    """Two aligned columns.
+
+    Examples:
+        >>> print(format_table({"frames": 1000, "return": "12.5"}))
+        frames  1000
+        return  12.5
+    """
+    width = max(map(len, rows), default=0)
+    body = [f"{name.ljust(width)}  {value}" for name, value in rows.items()]
+    return "\n".join([title, "-" * len(title), *body] if title else body)
+
+
+class Progress:
+    """A bar on a terminal, a plain line now and then elsewhere, nothing when quiet; and ``progress.json``.
+
+    Args:
+        path: ``progress.json``, replaced atomically at most once a second: step, total, rate (frames per second),
+            eta_seconds, elapsed_seconds, state and the last metrics.
+        total: frames of the whole run.
+        done: frames done before this process started.
+        quiet: show nothing (the file is still written).
+        shown: metrics worth a person's glance, by column name and label.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        total: int,
+        done: int = 0,
+        *,
+        quiet: bool = False,
+        shown: Mapping[str, str] | None = None,
+    ) -> None:
+        self.path, self.total, self.done, self.start = path, total, done, done
+        self.quiet, self.shown = quiet, shown or {}
+        self.bar = None
+        if not quiet and sys.stderr.isatty():
+            self.bar = tqdm(total=total, initial=done, unit="frame", unit_scale=True, dynamic_ncols=True)
+        self._began = time.monotonic()
+        self._wrote_line = self._wrote_file = -math.inf
+        self.last: dict[str, float] = {}
+
+    @property
+    def rate(self) -> float:
+        """Frames per second of this process."""
+        return (self.done - self.start) / max(time.monotonic() - self._began, 1e-9)
+
+    def update(self, done: int, metrics: Mapping[str, float]) -> None:
+        """Shows the state after an iteration; metrics that are NaN keep their last value."""
+        if self.bar is not None:
+            self.bar.update(done - self.done)
+        self.done = done
+        self.last.update({name: value for name, value in metrics.items() if not math.isnan(value)})
+        now = time.monotonic()
+        if self.bar is not None:
+            self.bar.set_postfix_str(self._glance(), refresh=False)
+        elif not self.quiet and now - self._wrote_line >= _SECONDS_PER_LINE:
+            self._wrote_line = now
+            left = _duration((self.total - done) / max(self.rate, 1e-9))
+            print(f"{done:,} / {self.total:,} frames, {self.rate:,.0f}/s, {left} left, {self._glance()}", flush=True)
+        if now - self._wrote_file >= _SECONDS_PER_FILE:
+            self._wrote_file = now
+            self.write("running")
+
+    def _glance(self) -> str:
+        return ", ".join(f"{label} {self.last[name]:.4g}" for name, label in self.shown.items() if name in self.last)
+
+    def say(self, text: str) -> None:
+        """Prints a line without tearing the bar."""
+        if not self.quiet:
+            tqdm.write(text) if self.bar is not None else print(text, flush=True)
+
+    def write(self, state: str) -> None:
+        """Writes ``progress.json`` now."""
+        rate = self.rate
+        content = {
+            "state": state,
+            "step": self.done,
+            "total": self.total,
+            "rate": round(rate, 1),
+            "eta_seconds": round((self.total - self.done) / rate, 1) if rate > 0 else None,
+            "elapsed_seconds": round(time.monotonic() - self._began, 1),
+            "metrics": self.last,
+        }
+        write_atomic(self.path, json.dumps(content, indent=2) + "\n")
+
+    def close(self, state: str) -> None:
+        """Ends the bar and leaves the final state on disk."""
+        if self.bar is not None:
+            self.bar.close()
+        self.write(state)
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{seconds:02d}s"

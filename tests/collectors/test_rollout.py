@@ -1,0 +1,112 @@
+import io
+import warnings
+
+import pytest
+import torch
+from tensordict.nn import TensorDictModule, TensorDictSequential
+from torchrl.modules import GRUModule
+
+from edenrl.collectors import Collector
+from edenrl.envs import PointMass, make_env, wrap_env
+from edenrl.modules import gaussian_actor, make_actor
+
+
+def build(name, seed, num_envs=4, frames=80):
+    torch.manual_seed(seed)
+    env = make_env(name, num_envs, seed=seed)
+    width = env.observation_spec["observation"].shape[-1]
+    policy = make_actor({"observation": width}, env.action_spec_unbatched, hidden=(8,))
+    return policy, Collector(wrap_env(env), policy, frames_per_batch=frames, total_frames=-1)
+
+
+def take(collector, batches):
+    iterator = iter(collector)
+    return [next(iterator) for _ in range(batches)]
+
+
+@pytest.mark.parametrize("name", ["PointMass", "CartPole-v1", "Pendulum-v1"])
+def test_a_new_collector_continues_bit_for_bit(name):
+    policy, collector = build(name, seed=0)
+    take(collector, 5)
+    file = io.BytesIO()
+    torch.save({"collector": collector.state_dict(), "policy": policy.state_dict(), "rng": torch.get_rng_state()}, file)
+    expected = take(collector, 10)
+
+    other_policy, other = build(name, seed=99)
+    take(other, 1)
+    file.seek(0)
+    state = torch.load(file, weights_only=False)
+    other_policy.load_state_dict(state["policy"])
+    other.load_state_dict(state["collector"])
+    torch.set_rng_state(state["rng"])
+    for ours, theirs in zip(expected, take(other, 10), strict=True):
+        assert (ours == theirs).all(), "a resumed batch differs"
+    assert any(batch["next", "done"].any() for batch in expected), "no episode ended: the test proves too little"
+
+
+class Forgetful(PointMass):
+    """An environment that saves nothing."""
+
+    def get_extra_state(self):
+        return {"exact": False}
+
+    def set_extra_state(self, state):
+        pass
+
+
+def test_an_environment_that_saves_nothing_starts_new_episodes_and_says_so(caplog):
+    def collect():
+        return Collector(wrap_env(Forgetful(3, seed=0)), None, frames_per_batch=30, total_frames=-1)
+
+    collector, other = collect(), collect()
+    seen = take(collector, 3)[-1]["collector", "traj_ids"].max()
+    other.load_state_dict(collector.state_dict())
+    assert "Forgetful does not save its simulation state" in caplog.text
+    batch = take(other, 1)[0]
+    assert (batch["collector", "traj_ids"] > seen).all() and (batch["step_count"][:, 0] == 0).all()
+
+
+def test_state_dict_does_not_alias_the_running_environment():
+    _, collector = build("PointMass", seed=0)
+    take(collector, 1)
+    state = collector.state_dict()
+    before = state["carrier"]["observation"].clone()
+    take(collector, 1)
+    assert torch.equal(state["carrier"]["observation"], before)
+
+
+def test_recomputed_log_probabilities_match_the_stored_ones():
+    policy, collector = build("PointMass", seed=0)
+    batch = take(collector, 2)[1]
+    log_prob = policy.get_dist(batch).log_prob(batch["action"])
+    torch.testing.assert_close(log_prob, batch["action_log_prob"], rtol=1e-5, atol=1e-5)
+
+
+def test_feed_forward_policies_get_no_init_tracker_and_no_warning():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        _, collector = build("PointMass", seed=0)
+    assert "is_init" not in take(collector, 1)[0].keys()
+
+
+def test_recurrent_policies_get_their_state():
+    env = make_env("PointMass", 4, seed=0)
+    gru = GRUModule(input_size=14, hidden_size=6, in_key="observation", out_key="features")
+    actor = gaussian_actor({"features": 6}, 2, hidden=(8,), normalize=False)
+    collector = Collector(wrap_env(env), TensorDictSequential(gru, actor), frames_per_batch=40, total_frames=-1)
+    batch = take(collector, 1)[0]
+    assert batch["is_init"][:, 0].all() and batch["recurrent_state"][:, 1:].abs().sum() > 0
+
+
+def test_rollouts_hold_no_inference_tensors_and_own_their_data():
+    _, collector = build("PointMass", seed=0)
+    first, second = take(collector, 2)
+    leaves = list(first.values(True, True))
+    assert not any(leaf.is_inference() for leaf in leaves)
+    assert not torch.equal(first["observation"], second["observation"])
+
+
+def test_policy_without_tensordict_is_taken_as_torchrl_takes_it():
+    module = TensorDictModule(torch.nn.Linear(14, 2), in_keys=["observation"], out_keys=["action"])
+    collector = Collector(make_env("PointMass", 4, seed=0), module, frames_per_batch=8, total_frames=-1)
+    assert take(collector, 1)[0]["action"].shape == (4, 2, 2)

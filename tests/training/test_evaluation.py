@@ -1,0 +1,106 @@
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
+from torchrl.data import Binary, Bounded, Composite, Unbounded
+from torchrl.envs import EnvBase
+
+from edenrl.envs import make_env
+from edenrl.modules import gaussian_actor
+from edenrl.training import evaluate, evaluation_batch
+
+
+class Countdown(EnvBase):
+    """Row i ends after i + 1 steps and pays 1 each step; its metrics name the row."""
+
+    def __init__(self, num_envs, endless=False):
+        super().__init__(batch_size=[num_envs])
+        self.endless = endless
+        column = (num_envs, 1)
+        self.observation_spec = Composite(
+            observation=Unbounded(column),
+            metrics=Composite(row=Unbounded(column), success=Unbounded(column), shape=[num_envs]),
+            shape=[num_envs],
+        )
+        self.action_spec = Bounded(-1, 1, column)
+        self.reward_spec = Unbounded(column)
+        flag = Binary(1, shape=column, dtype=torch.bool)
+        self.done_spec = Composite(done=flag, terminated=flag.clone(), truncated=flag.clone(), shape=[num_envs])
+        self.rows = torch.arange(num_envs).unsqueeze(-1)
+        self.steps = torch.zeros(column, dtype=torch.long)
+
+    def _metrics(self):
+        return {"row": self.rows.float(), "success": (self.rows % 2 == 0).float()}
+
+    def _reset(self, tensordict):
+        mask = torch.ones_like(self.steps, dtype=torch.bool)
+        if tensordict is not None and "_reset" in tensordict.keys():
+            mask = tensordict["_reset"]
+        self.steps = torch.where(mask, 0, self.steps)
+        return TensorDict(observation=self.steps.float(), metrics=self._metrics(), batch_size=self.batch_size)
+
+    def _step(self, tensordict):
+        self.steps = self.steps + 1
+        done = (self.steps > self.rows) & (not self.endless)
+        return TensorDict(
+            observation=self.steps.float(),
+            reward=torch.ones_like(self.steps, dtype=torch.float32),
+            metrics=self._metrics(),
+            done=done,
+            terminated=done.clone(),
+            truncated=torch.zeros_like(done),
+            batch_size=self.batch_size,
+        )
+
+    def _set_seed(self, seed):
+        pass
+
+
+@pytest.fixture
+def policy():
+    return TensorDictModule(torch.nn.Linear(1, 1), in_keys=["observation"], out_keys=["action"])
+
+
+def test_each_environment_contributes_the_same_number_of_episodes(policy):
+    result = evaluate(policy, lambda n: Countdown(4), num_episodes=12)
+    # Quota 3 each of lengths 1, 2, 3, 4: mean 2.5. Counting the first 12 to finish would favour the short ones.
+    assert result["return_mean"] == result["length_mean"] == 2.5
+    assert (result["return_min"], result["return_max"], result["episodes"]) == (1.0, 4.0, 12.0)
+    assert result["return_median"] == 2.5
+    assert result["return_std"] == pytest.approx(np.std([1, 2, 3, 4]))
+    assert result["row"] == 1.5 and result["success_rate"] == 0.5
+
+
+def test_batch_divides_the_episodes():
+    assert [evaluation_batch(n) for n in (1, 7, 20, 128, 129, 1000)] == [1, 7, 20, 128, 43, 125]
+
+
+def test_random_states_mode_and_statistics_are_as_before():
+    actor = gaussian_actor({"observation": 14}, 2)
+    norm = actor.module[0].module.norm
+    norm.update(torch.randn(64, 14))
+    before = {k: v.clone() for k, v in actor.state_dict().items()}
+    torch.manual_seed(3)
+    np.random.seed(3)
+    expected = torch.rand(3), np.random.rand(3)
+    torch.manual_seed(3)
+    np.random.seed(3)
+    evaluate(actor, lambda n: make_env("PointMass", n, seed=0), 8)
+    assert torch.equal(torch.rand(3), expected[0]) and (np.random.rand(3) == expected[1]).all()
+    assert actor.training and all(torch.equal(before[k], v) for k, v in actor.state_dict().items())
+
+
+def test_same_seed_same_result_and_the_mean_action_is_played():
+    actor = gaussian_actor({"observation": 14}, 2, init_std=5.0)
+    runs = [evaluate(actor, lambda n: make_env("PointMass", n, seed=4), 16) for _ in range(2)]
+    assert runs[0] == runs[1]
+    # With std 5 a sampled action costs and covers distance; the mean (gain 0.01) hardly moves.
+    assert runs[0]["path_length"] < 0.5
+
+
+def test_endless_episodes_are_reported(policy):
+    with pytest.raises(RuntimeError, match="Only 0 of 4 evaluation episodes ended within 50 steps"):
+        evaluate(policy, lambda n: Countdown(4, endless=True), 4, max_steps=50)
+    with pytest.raises(ValueError, match="num_episodes >= 1"):
+        evaluate(policy, lambda n: Countdown(4), 0)

@@ -1,0 +1,107 @@
+import builtins
+import math
+import sys
+
+import pytest
+
+from edenrl.training import MetricsTable, RunLogger, read_metrics
+
+
+def test_rows_columns_and_empty_cells(tmp_path):
+    path = tmp_path / "metrics.csv"
+    table = MetricsTable(path)
+    table.write({"iteration": 0, "loss": 0.1, "return": math.nan})
+    table.write({"iteration": 1, "loss": 0.2, "return": 5.0})
+    table.write({"iteration": 2, "loss": 0.3, "new": 1e-7})
+    assert path.read_text().splitlines() == ["iteration,loss,return,new", "0,0.1,,", "1,0.2,5,", "2,0.3,,1e-07"]
+    assert read_metrics(path)[2] == {"iteration": 2.0, "loss": 0.3, "new": 1e-7}
+
+
+def test_resume_drops_later_rows_and_a_torn_line(tmp_path):
+    path = tmp_path / "metrics.csv"
+    table = MetricsTable(path)
+    for i in range(6):
+        table.write({"iteration": i, "loss": i / 10})
+    table.close()
+    with open(path, "a") as file:
+        file.write("6,0.")
+    table = MetricsTable(path, first=4)
+    table.write({"iteration": 4, "loss": 9.0})
+    assert [(r["iteration"], r["loss"]) for r in read_metrics(path)] == [(0, 0), (1, 0.1), (2, 0.2), (3, 0.3), (4, 9.0)]
+
+
+def test_floats_survive_the_file_exactly(tmp_path):
+    values = [1 / 3, 1e300, -2.5e-308, 123456789.123456789]
+    table = MetricsTable(tmp_path / "m.csv")
+    for i, value in enumerate(values):
+        table.write({"iteration": i, "x": value})
+    assert [row["x"] for row in read_metrics(tmp_path / "m.csv")] == values
+
+
+class Flaky:
+    """Fails at each third call."""
+
+    def __init__(self):
+        self.calls, self.got = 0, []
+
+    def log_metrics(self, metrics, step):
+        self.calls += 1
+        if self.calls % 3 == 0:
+            raise ConnectionError("gone")
+        self.got.append(step)
+
+    def close(self):
+        pass
+
+
+def test_a_failing_logger_never_stops_the_run_and_is_counted(tmp_path, caplog):
+    logger = RunLogger(tmp_path)
+    logger.logger = Flaky()
+    for i in range(9):
+        logger.write(i, {"loss": 1.0})
+    logger.close()
+    assert logger.errors == 3 and logger.logger.got == [0, 1, 3, 4, 6, 7]
+    assert [row["iteration"] for row in read_metrics(tmp_path / "metrics.csv")] == list(range(9))
+    assert caplog.text.count("training goes on") == 1 and "3 call(s) to the logger failed" in caplog.text
+
+
+def test_unknown_logger(tmp_path):
+    with pytest.raises(ValueError, match="Unknown logger 'mlflow'; choose 'csv', 'tensorboard' or 'wandb'"):
+        RunLogger(tmp_path, kind="mlflow")
+
+
+def test_tensorboard_gets_every_scalar(tmp_path):
+    logger = RunLogger(tmp_path, kind="tensorboard")
+    logger.write(0, {"loss": 0.5, "return": math.nan})
+    logger.close()
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert events.Tags()["scalars"] == ["loss"] and events.Scalars("loss")[0].value == 0.5
+
+
+@pytest.mark.parametrize("mode", ["online", "offline", "disabled"])
+def test_wandb_without_account_or_network(tmp_path, mode, caplog, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "")
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # nothing listens there
+    logger = RunLogger(tmp_path, kind="wandb", wandb_mode=mode, name="t", config={"lr": 0.1})
+    for i in range(3):
+        logger.write(i, {"loss": i / 2})
+    logger.close()
+    monkeypatch.delenv("WANDB_MODE", raising=False)  # TorchRL's logger sets it
+    assert len(read_metrics(tmp_path / "metrics.csv")) == 3 and logger.errors == 0
+    assert caplog.text.count("logging offline") == (1 if mode == "online" else 0)
+    offline_runs = list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+    assert len(offline_runs) == (0 if mode == "disabled" else 1)
+
+
+def test_wandb_not_installed(tmp_path, caplog, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    real = builtins.__import__
+    assert real is builtins.__import__
+    logger = RunLogger(tmp_path, kind="wandb")
+    logger.write(0, {"loss": 1.0})
+    logger.close()
+    assert caplog.text.count('pip install "edenrl[wandb]"') == 1
+    assert read_metrics(tmp_path / "metrics.csv")[0]["loss"] == 1.0
