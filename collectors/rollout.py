@@ -18,12 +18,15 @@ _log = logging.getLogger("edenrl")
 
 
 class Collector(collectors.Collector):
-    """TorchRL's :class:`~torchrl.collectors.Collector` whose ``state_dict`` continues a run bit for bit.
+    """TorchRL's ``Collector`` whose ``state_dict`` continues a run bit for bit.
 
     TorchRL restores counters and transforms, then starts every environment anew. This class also keeps the data that is
     carried into the next step and the simulation state of the environment, when its own ``state_dict`` holds it under
-    ``"_extra_state"`` (:class:`~edenrl.envs.PointMass` and synchronous Gymnasium environments do; others start new
+    ``"_extra_state"`` (``PointMass`` and synchronous Gymnasium environments do; others start new
     episodes and say so). The policy is not part of the state: checkpoint it under its own name.
+
+    It also warns, once, when the first twenty episodes all ended as terminations at one same length: a time limit that
+    is declared as a termination switches the bootstrap off without a trace.
 
     Takes the arguments of TorchRL's class and yields ``[*env.batch_size, T]``.
 
@@ -40,7 +43,33 @@ class Collector(collectors.Collector):
         # TorchRL would add an InitTracker to every environment; only recurrent policies read it.
         recurrent = isinstance(policy, nn.Module) and get_primers_from_module(policy, warn=False) is not None
         kwargs.setdefault("auto_register_policy_transforms", recurrent)
+        self._first_lengths: list[int] | None = []
         super().__init__(create_env_fn, policy, **kwargs)
+
+    def rollout(self) -> TensorDictBase | None:
+        """Collects one batch; see TorchRL's class."""
+        data = super().rollout()
+        if self._first_lengths is not None and data is not None:
+            self._suspect_time_limits(data["next"])
+        return data
+
+    def _suspect_time_limits(self, ended: TensorDictBase) -> None:
+        lengths, truncated = ended.get("step_count", None), ended.get("truncated", None)
+        if lengths is None or truncated is None or self._first_lengths is None:
+            self._first_lengths = None
+            return
+        done = ended["done"]
+        self._first_lengths += lengths[done].tolist()
+        if bool(truncated[done].any()) or len(set(self._first_lengths)) > 1:
+            self._first_lengths = None
+        elif len(self._first_lengths) >= 20:
+            _log.warning(
+                "All %d episodes so far were terminated at step %d and none was truncated. If that is a time limit, "
+                "the environment must report it as truncated: a termination is not bootstrapped.",
+                len(self._first_lengths),
+                self._first_lengths[0],
+            )
+            self._first_lengths = None
 
     @property
     def _simulator(self) -> EnvBase:
@@ -61,7 +90,7 @@ class Collector(collectors.Collector):
         )
 
     def load_state_dict(self, state_dict: OrderedDict[str, Any], **kwargs: Any) -> None:
-        """Restores :meth:`state_dict`; the next batch continues where the saved collector stopped."""
+        """Restores ``state_dict``; the next batch continues where the saved collector stopped."""
         self._frames, self._iter = state_dict["frames"], state_dict["iter"]
         if self.track_traj_ids:
             self._traj_pool.load_state_dict(state_dict["trajectories"])

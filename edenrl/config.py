@@ -234,7 +234,7 @@ class PPOConfig(Config):
     """Observation groups the critic reads, in this order; None: every group the environment publishes."""
 
     def schedule_options(self) -> dict[str, float]:
-        """Options of :func:`edenrl.optim.make_lr_schedule` for ``lr_schedule``."""
+        """Options of ``edenrl.optim.make_lr_schedule`` for ``lr_schedule``."""
         if self.lr_schedule == "adaptive":
             return {"target_kl": self.desired_kl, "min_lr": self.min_lr, "max_lr": self.max_lr}
         ends = self.lr_schedule in ("linear", "cosine", "warmup_cosine")
@@ -360,7 +360,7 @@ def save_config(cfg: Config, path: str | os.PathLike[str]) -> None:
 
 
 def load_config(cls: type[ConfigT], path: str | os.PathLike[str]) -> ConfigT:
-    """Read what :func:`save_config` wrote; fields the file does not name take their defaults.
+    """Read what ``save_config`` wrote; fields the file does not name take their defaults.
 
     Raises:
         FileNotFoundError: if there is no such file.

@@ -20,8 +20,8 @@ from edenrl.training import Run, average, build_env, evaluate_run, rollout_metri
 # Settings by environment, found by measuring (docs/results.md); each can be overridden on the command line.
 SMALL = dict(actor_hidden=(64, 64), critic_hidden=(64, 64), clip_value=False)
 FEW_ENVS = SMALL | dict(
-    steps_per_env=64, epochs=10, lr=3e-4, lr_schedule="linear", critic_coeff=0.5, entropy_coeff=0.0, max_grad_norm=0.8,
-    init_std=0.37, activation="tanh", normalize_advantage="minibatch",
+    steps_per_env=128, num_minibatches=8, epochs=10, lr=3e-4, lr_schedule="linear", critic_coeff=0.5,
+    entropy_coeff=0.0, max_grad_norm=0.8, init_std=0.37, activation="tanh", normalize_advantage="minibatch",
 )  # fmt: skip
 PRESETS = {
     "PointMass": dict(

@@ -17,7 +17,7 @@ _LARGEST = 1e18
 
 
 class GAE(torchrl_value.GAE):
-    r"""TorchRL's :class:`~torchrl.objectives.value.GAE` with half the value passes and a check for non-finite data.
+    r"""TorchRL's ``GAE`` with half the value passes and a check for non-finite data.
 
     TorchRL evaluates the critic on every observation twice, once as ``obs`` and once as ``("next", obs)``. In a
     rollout ``("next", obs)`` at ``t`` is ``obs`` at ``t + 1`` except where an episode or the rollout ends, so this

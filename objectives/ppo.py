@@ -29,13 +29,13 @@ def gaussian_kl(old_loc: Tensor, old_scale: Tensor, loc: Tensor, scale: Tensor) 
 
 
 class PPOLoss(ClipPPOLoss):
-    r"""TorchRL's :class:`~torchrl.objectives.ClipPPOLoss` with what training on robots needs beside it.
+    r"""TorchRL's ``ClipPPOLoss`` with what training on robots needs beside it.
 
     Differences from the parent: ``kl`` is the exact KL(old || new) for diagonal Gaussians, from the ``loc`` and
     ``scale`` stored at collection (other policies: the sampled estimate); ``explained_variance`` compares the values
     stored at collection with their targets; an optional penalty keeps the mean action inside [-1, 1]; the value loss is
     squared error, clipped, by default; the metrics are scalars for every batch shape; ``out_keys`` lists exactly
-    what is returned; :meth:`parameter_groups` says what is trained.
+    what is returned; ``parameter_groups`` says what is trained.
 
     Outputs: ``loss_objective``, ``loss_critic``, ``loss_entropy`` and ``loss_action_bound`` (when its coefficient is
     positive), weighted and meant to be summed; the other entries are detached scalars.
@@ -54,7 +54,7 @@ class PPOLoss(ClipPPOLoss):
     Raises:
         ValueError: for a clip range outside (0, 1), or ``separate_losses`` without ``functional``.
         KeyError: for a batch without "advantage". The parent would estimate it there, wrongly for shuffled
-            mini-batches; run :class:`~edenrl.objectives.GAE` on the whole rollout first.
+            mini-batches; run ``GAE`` on the whole rollout first.
 
     Source: Schulman et al. 2017, arXiv:1707.06347; value clipping and adaptive KL as in rsl_rl.
 
@@ -135,7 +135,7 @@ class PPOLoss(ClipPPOLoss):
 
     @property
     def out_keys(self) -> list[NestedKey]:
-        """The entries that :meth:`forward` returns."""
+        """The entries that ``forward`` returns."""
         if self._out_keys is None:
             keys = ["loss_objective", "clip_fraction", "kl_approx", "ESS", "max_ratio", "mean_ratio", "kl"]
             if self.entropy_bonus:

@@ -163,7 +163,7 @@ class GymVectorEnv(GymWrapper):
             return {"exact": False}
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`get_extra_state` returned.
+        """Restore what ``get_extra_state`` returned.
 
         Args:
             state: The saved mapping. ``{"exact": False}`` restores nothing and warns.
@@ -199,7 +199,7 @@ def make_gym_env(
     seed: int | None = None,
     **env_kwargs: Any,
 ) -> GymVectorEnv:
-    """Build ``num_envs`` copies of a Gymnasium environment as one :class:`GymVectorEnv`.
+    """Build ``num_envs`` copies of a Gymnasium environment as one ``GymVectorEnv``.
 
     Args:
         env_id: Gymnasium id, such as ``"HalfCheetah-v5"``.

@@ -55,7 +55,7 @@ class PointMass(EnvBase):
     since the row's last reset, without gradient, and all zero at reset.
 
     Reward and next observation keep the autograd path to every action since the last reset of the row or the last
-    :meth:`detach_state`; a row that is reset starts without gradient. Nothing here waits for the device.
+    ``detach_state``; a row that is reset starts without gradient. Nothing here waits for the device.
 
     Args:
         num_envs: Number of environments ``N``, at least 1.
@@ -272,7 +272,7 @@ class PointMass(EnvBase):
         return {"state": state, "generator": self._generator.get_state()}
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`get_extra_state` returned.
+        """Restore what ``get_extra_state`` returned.
 
         Args:
             state: The saved mapping.

@@ -24,7 +24,7 @@ _REGISTRY: dict[str, tuple[str, EnvFactory]] = {}
 
 
 def register_env(name: str, factory: EnvFactory | None = None, *, override: bool = False) -> Any:
-    """Make an environment available to :func:`make_env` under a name.
+    """Make an environment available to ``make_env`` under a name.
 
     Args:
         name: The name; upper and lower case are the same. It must not contain a colon.
@@ -63,7 +63,7 @@ def register_env(name: str, factory: EnvFactory | None = None, *, override: bool
 
 
 def registered_envs() -> list[str]:
-    """Names given to :func:`register_env`, sorted.
+    """Names given to ``register_env``, sorted.
 
     Example:
         >>> from edenrl.envs import registered_envs
@@ -84,7 +84,7 @@ def make_env(
         num_envs: Number of environments, at least 1.
         device: Device of the tensors. Default ``"cpu"``.
         seed: Seed of the environment's own generator. Default: the environment's choice.
-        kwargs: Passed to the factory; for Gymnasium see :func:`edenrl.envs.make_gym_env`.
+        kwargs: Passed to the factory; for Gymnasium see ``edenrl.envs.make_gym_env``.
 
     Returns:
         An environment with batch size ``[num_envs]`` that keeps the true last observation of every episode in

@@ -111,7 +111,7 @@ def action_saturation(action: Tensor, box: tuple[Tensor, Tensor]) -> Tensor:
 
     Args:
         action: Raw actions ``[*, a]``.
-        box: ``(low, high)``, each ``[a]``, as :func:`action_box` returns it.
+        box: ``(low, high)``, each ``[a]``, as ``action_box`` returns it.
 
     Returns:
         A scalar in [0, 1].
@@ -135,7 +135,7 @@ def wrap_env(env: EnvBase, *, action_mode: ActionMode = "clip", reward_scale: fl
 
     Args:
         env: The environment.
-        action_mode: What happens to actions outside a bounded box. ``"clip"`` (default): :class:`ClipAction`.
+        action_mode: What happens to actions outside a bounded box. ``"clip"`` (default): ``ClipAction``.
             ``"squash"``: nothing here, the policy's distribution stays inside the box. ``"none"``: nothing, with a
             warning that names the box. Without a box all three are the same.
         reward_scale: Factor on ``("next", "reward")``, applied after the return is counted. Default 1.0.

@@ -83,7 +83,7 @@ class GroupMLP(nn.Module):
         out_features: width of the output.
         hidden: widths of the hidden layers.
         activation: "elu", "relu", "tanh" or "silu".
-        normalize: whether a :class:`RunningNorm` (clipped at 10) stands in front.
+        normalize: whether a ``RunningNorm`` (clipped at 10) stands in front.
         last_gain: gain of the last layer's orthogonal initialization.
 
     Examples:
@@ -164,7 +164,7 @@ class StateIndependentStd(nn.Module):
 
 
 class GaussianMLP(GroupMLP):
-    """A :class:`GroupMLP` mean with a :class:`StateIndependentStd`; returns ``(loc, scale)``.
+    """A ``GroupMLP`` mean with a ``StateIndependentStd``; returns ``(loc, scale)``.
 
     Examples:
         >>> loc, scale = GaussianMLP(4, 2)(torch.zeros(3, 4))
@@ -194,13 +194,13 @@ def gaussian_actor(
     """Diagonal Gaussian actor with state-independent standard deviation.
 
     Writes ``loc``, ``scale``, ``action`` and ``action_log_prob``. Without ``squash`` the action is unbounded (clip it
-    at the environment, see :class:`edenrl.envs.ClipAction`); with it a tanh maps it into the box of ``action_spec``.
+    at the environment, see ``edenrl.envs.ClipAction``); with it a tanh maps it into the box of ``action_spec``.
 
     Args:
         groups: observation groups and widths, e.g. ``{"policy": 45, "scan": 132}``, concatenated in this order.
         action_spec: the environment's unbatched action spec, or the number of actions.
         squash: map actions into the spec's box with a tanh.
-        network: options of :class:`GaussianMLP`: hidden, activation, normalize, init_std.
+        network: options of ``GaussianMLP``: hidden, activation, normalize, init_std.
 
     Raises:
         ValueError: for a discrete action spec, or ``squash`` without a bounded box.
@@ -244,7 +244,7 @@ def categorical_actor(groups: Mapping[str, int], action_spec: Categorical | int,
     Args:
         groups: observation groups and widths, concatenated in this order.
         action_spec: a ``Categorical`` spec, or the number of actions.
-        network: options of :class:`GroupMLP`: hidden, activation, normalize.
+        network: options of ``GroupMLP``: hidden, activation, normalize.
 
     Raises:
         ValueError: for any other action spec.
@@ -281,7 +281,7 @@ def make_actor(
     squash: bool = False,
     **network: Any,
 ) -> ProbabilisticActor:
-    """:func:`categorical_actor` for one discrete action, :func:`gaussian_actor` otherwise.
+    """``categorical_actor`` for one discrete action, ``gaussian_actor`` otherwise.
 
     Examples:
         >>> from torchrl.data import Categorical
@@ -299,7 +299,7 @@ def value_critic(groups: Mapping[str, int], num_values: int = 1, **network: Any)
     Args:
         groups: observation groups and widths, concatenated in this order.
         num_values: number of independent value heads.
-        network: options of :class:`GroupMLP`: hidden, activation, normalize.
+        network: options of ``GroupMLP``: hidden, activation, normalize.
 
     Examples:
         >>> from tensordict import TensorDict

@@ -28,11 +28,11 @@ class GradientStep:
             one group "all".
         optimizers: an optimizer, or named ones.
         max_grad_norm: clip norm of every group, or per group name; ``None`` does not clip.
-        lr_schedule: a schedule of :func:`make_lr_schedule`. KL-adaptive ones read ``kl_key`` *before* the step, others
+        lr_schedule: a schedule of ``make_lr_schedule``. KL-adaptive ones read ``kl_key`` *before* the step, others
             advance after it.
         kl_key: entry of the loss TensorDict with the mean KL.
         on_nonfinite: "raise" names the parameter; "skip" drops the update and counts it in ``skipped``.
-        amp_dtype: reduced precision of :meth:`autocast`; float16 also gets a gradient scaler.
+        amp_dtype: reduced precision of ``autocast``; float16 also gets a gradient scaler.
 
     Raises:
         ValueError: for an optimizer parameter that no group declares, an unknown group, or losses that are not scalars.
@@ -148,7 +148,7 @@ class GradientStep:
         """Replaces the schedule by one that starts at ``lr`` and ends with the remaining updates; momentum stays.
 
         Args:
-            name: a name of :func:`make_lr_schedule`.
+            name: a name of ``make_lr_schedule``.
             lr: the rate to start at, for every parameter group.
             remaining_updates: updates left.
             kwargs: the schedule's options.
@@ -166,9 +166,9 @@ class GradientStep:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores :meth:`state_dict`.
+        """Restores ``state_dict``.
 
-        A schedule of another kind than the saved one is left as it is: restart it, see :meth:`restart_schedule`.
+        A schedule of another kind than the saved one is left as it is: restart it, see ``restart_schedule``.
         """
         self.skipped = state["skipped"]
         self.scaler.load_state_dict(state["scaler"])

@@ -92,7 +92,7 @@ class KLAdaptiveLR(torchrl_objectives.KLAdaptiveLR):
         return {**super().state_dict(), "nonfinite": self.nonfinite, "in_a_row": self._nonfinite_in_a_row}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restores :meth:`state_dict`."""
+        """Restores ``state_dict``."""
         super().load_state_dict(dict(state_dict))
         self.nonfinite, self._nonfinite_in_a_row = state_dict["nonfinite"], state_dict["in_a_row"]
 
@@ -148,7 +148,7 @@ def make_lr_schedule(
     """Builds a learning-rate schedule that advances once per optimizer update.
 
     Args:
-        name: "adaptive" (options of :class:`KLAdaptiveLR`), "constant", "linear" and "cosine" (to ``final_fraction`` of
+        name: "adaptive" (options of ``KLAdaptiveLR``), "constant", "linear" and "cosine" (to ``final_fraction`` of
             the rate, default 0, over the whole budget), "step" (times ``gamma`` 0.1 each ``every`` updates, default a
             third of the budget), "exponential" (times ``gamma`` each update, default down to 1 % over the budget) or
             "warmup_cosine" (linear over ``warmup`` updates, default 5 %, then cosine).

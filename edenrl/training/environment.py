@@ -44,7 +44,7 @@ def evaluate_run(
     num_episodes: int | None = None,
     seed: int | None = None,
 ) -> dict[str, float]:
-    """Evaluates a policy as ``cfg.evaluation`` says, on unscaled rewards; see :func:`edenrl.training.evaluate`."""
+    """Evaluates a policy as ``cfg.evaluation`` says, on unscaled rewards; see ``edenrl.training.evaluate``."""
     seed = cfg.evaluation.seed if seed is None else seed
 
     def make(rows: int) -> EnvBase:

@@ -66,9 +66,9 @@ def rollout_metrics(rollout: TensorDictBase, box: tuple[Tensor, Tensor] | None =
     ``action_saturation`` is the share of action components at or beyond a bound.
 
     Args:
-        rollout: data of any batch shape with ``("next", "done")`` and, from :func:`edenrl.envs.wrap_env`,
+        rollout: data of any batch shape with ``("next", "done")`` and, from ``edenrl.envs.wrap_env``,
             ``("next", "episode_reward")`` and ``("next", "step_count")``.
-        box: bounds of the action as :func:`edenrl.envs.action_box` returns them.
+        box: bounds of the action as ``edenrl.envs.action_box`` returns them.
     """
     ended = rollout["next"]
     done = ended["done"].flatten()

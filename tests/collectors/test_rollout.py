@@ -110,3 +110,32 @@ def test_policy_without_tensordict_is_taken_as_torchrl_takes_it():
     module = TensorDictModule(torch.nn.Linear(14, 2), in_keys=["observation"], out_keys=["action"])
     collector = Collector(make_env("PointMass", 4, seed=0), module, frames_per_batch=8, total_frames=-1)
     assert take(collector, 1)[0]["action"].shape == (4, 2, 2)
+
+
+class FixedLength(PointMass):
+    """Every episode ends at step 5, reported as a termination or, rightly, as a time-out."""
+
+    def __init__(self, num_envs, flag, **kwargs):
+        super().__init__(num_envs, max_steps=5, success_bonus=0.0, **kwargs)
+        self.flag = flag
+
+    def _step(self, tensordict):
+        out = super()._step(tensordict)
+        limit = out["truncated"].clone()
+        out["terminated"], out["truncated"] = torch.zeros_like(limit), torch.zeros_like(limit)
+        out[self.flag] = limit
+        out["done"] = limit.clone()
+        return out
+
+
+@pytest.mark.parametrize(("flag", "warnings_expected"), [("terminated", 1), ("truncated", 0)])
+def test_a_time_limit_declared_as_termination_is_suspected_once(caplog, flag, warnings_expected):
+    env = wrap_env(FixedLength(4, flag, seed=0))
+    take(Collector(env, None, frames_per_batch=40, total_frames=-1), 8)
+    assert caplog.text.count("were terminated at step 5 and none was truncated") == warnings_expected
+
+
+def test_episodes_of_different_length_are_no_suspicion(caplog):
+    _, collector = build("CartPole-v1", seed=0)
+    take(collector, 10)
+    assert "truncated" not in caplog.text

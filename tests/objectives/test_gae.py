@@ -84,6 +84,14 @@ def test_time_out_bootstraps_from_the_final_observation():
     assert advantage[2].item() == pytest.approx(-2.0)
 
 
+def test_the_fallback_without_final_observation_is_rsl_rls_and_asked_for_by_name():
+    td = field_case(third_terminated=False)
+    td["next", "observation"][0, 2] = 10.0  # a simulator that resets inside step: the next episode's first observation
+    gae = GAE(gamma=0.9, lmbda=0.95, value_network=identity_critic(), auto_reset_env=True)
+    expected = torch.tensor([3.765217, 2.2985, 0.7, 0.9])
+    torch.testing.assert_close(gae(td)["advantage"].flatten(), expected, rtol=1e-5, atol=1e-5)
+
+
 def slow_reference(reward, value, next_value, terminated, truncated, gamma, lmbda):
     """Splits one environment into episodes and applies the textbook sum of discounted TD errors."""
     steps = len(reward)

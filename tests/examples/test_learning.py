@@ -1,0 +1,43 @@
+"""Does it learn? One task sized for every change, the others for `pytest -m slow`."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def train_and_evaluate(run_dir, *flags):
+    command = [sys.executable, EXAMPLES / "train_ppo.py", "--run_dir", run_dir, "--quiet", "--num_threads", "1", *flags]
+    subprocess.run(command, check=True)
+    command = [sys.executable, EXAMPLES / "evaluate.py", run_dir, "--json", "--checkpoint", "latest", "--seed", "777"]
+    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def test_point_mass_reaches_its_goal(tmp_path):
+    result = train_and_evaluate(tmp_path / "run", "--checkpoint.interval_iterations", "1000")
+    assert result["episodes"] == 128 and result["success_rate"] >= 0.95
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", ["2", "3"])
+def test_point_mass_on_other_seeds(tmp_path, seed):
+    assert train_and_evaluate(tmp_path / "run", "--seed", seed)["success_rate"] >= 0.95
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("env", "solved"), [("CartPole-v1", 475), ("Pendulum-v1", -200), ("InvertedPendulum-v5", 1000)]
+)
+def test_small_gymnasium_tasks_are_solved(tmp_path, env, solved):
+    assert train_and_evaluate(tmp_path / "run", "--env.name", env)["return_mean"] >= solved
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", ["1", "2", "3"])
+def test_half_cheetah_runs(tmp_path, seed):
+    result = train_and_evaluate(tmp_path / "run", "--env.name", "HalfCheetah-v5", "--seed", seed)
+    assert result["return_mean"] >= 4500 and result["return_median"] >= 5000

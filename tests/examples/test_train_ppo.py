@@ -1,0 +1,369 @@
+"""The PPO script as its user meets it: runs, resumes, interruptions and mistakes."""
+
+import importlib.util
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torchrl.checkpoint import Checkpoint, CheckpointRotation, GlobalRNGState
+
+from edenrl.config import load_config
+from edenrl.envs import PointMass, register_env
+from edenrl.modules import make_actor
+from edenrl.training import load_policy_weights, read_metrics, run_script
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TINY = [
+    "--env.num_envs=8",
+    "--algorithm.steps_per_env=8",
+    "--algorithm.actor_hidden=8",
+    "--algorithm.critic_hidden=8",
+    "--algorithm.epochs=2",
+    "--algorithm.num_minibatches=2",
+    "--evaluation.num_episodes=4",
+    "--checkpoint.interval_iterations=1000",
+    "--num_threads=1",
+]
+FRAMES = 64
+# Every column a PPO run writes; people's dashboards depend on these names.
+COLUMNS = """iteration frames seconds loss_objective clip_fraction kl_approx loss_entropy entropy loss_critic
+ESS max_ratio mean_ratio kl explained_variance loss grad_norm_policy grad_norm_critic lr episode/count
+episode/return episode/length episode/success_rate episode/final_distance episode/path_length episode/collisions
+action_saturation skipped_updates eval/return_mean eval/return_std eval/return_median eval/return_min eval/return_max
+eval/length_mean eval/length_min eval/length_max eval/episodes eval/success_rate eval/final_distance eval/path_length
+eval/collisions""".split()
+
+
+def load_script(name):
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+train_ppo = load_script("train_ppo")
+
+
+def train(run_dir, iterations, *flags, resume=False):
+    place = "--resume" if resume else "--run_dir"
+    train_ppo.main([f"{place}={run_dir}", f"--total_frames={iterations * FRAMES}", *([] if resume else TINY), *flags])
+
+
+def fails(capsys, *argv):
+    """Exit status and message of a run that must be refused, as its user sees it."""
+    with pytest.raises(SystemExit) as exit_info:
+        run_script(lambda: train_ppo.main(list(argv)))
+    message = capsys.readouterr().err
+    assert len(message.splitlines()) <= 24 and "Traceback" not in message
+    return exit_info.value.code, message
+
+
+def rows(run_dir):
+    """Metrics without wall time and without evaluations, whose iterations depend on the length of the run."""
+    table = read_metrics(Path(run_dir) / "metrics.csv")
+    return [{k: v for k, v in row.items() if k != "seconds" and not k.startswith("eval/")} for row in table]
+
+
+def final_state(run_dir):
+    """Policy weights, optimizer moments and random states of the newest checkpoint."""
+    cfg = load_config(train_ppo.Train, Path(run_dir) / "config.json")
+    from edenrl.training import build_env
+
+    policy = train_ppo.make_policy(cfg, build_env(cfg, num_envs=1))
+    load_policy_weights(policy, run_dir, "latest")
+    rng = GlobalRNGState()
+    before = rng.state_dict()
+    path = CheckpointRotation(Path(run_dir) / "checkpoints", keep_last=1).latest()
+    Checkpoint(rng=rng).load(path)
+    state = {**policy.state_dict(), "rng": torch.get_rng_state()}
+    rng.load_state_dict(before)
+    return state
+
+
+def assert_same_state(a, b):
+    assert a.keys() == b.keys()
+    for name in a:
+        assert torch.equal(a[name], b[name]), f"{name} differs after resuming"
+
+
+def test_a_run_leaves_what_the_documentation_promises(tmp_path, capsys):
+    train(tmp_path / "run", 12, "--checkpoint.interval_iterations=4")
+    out, err = capsys.readouterr()
+    assert "success" in out and "best checkpoint" in out and "\r" not in out + err
+    files = {p.name for p in (tmp_path / "run").iterdir()}
+    assert files == {"config.json", "metrics.csv", "progress.json", "checkpoints"}
+    header = (tmp_path / "run" / "metrics.csv").read_text().splitlines()[0].split(",")
+    assert sorted(header) == sorted(COLUMNS)
+    progress = json.loads((tmp_path / "run" / "progress.json").read_text())
+    assert (progress["state"], progress["step"], progress["total"]) == ("complete", 12 * FRAMES, 12 * FRAMES)
+    config = (tmp_path / "run" / "config.json").read_text()
+    assert str(Path.home()) + os.sep not in config.replace(str(tmp_path), "")
+    assert [row["iteration"] for row in rows(tmp_path / "run")] == list(range(12))
+
+
+def test_quiet_prints_nothing(tmp_path, capsys):
+    train(tmp_path / "run", 2, "--quiet")
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("schedule", ["adaptive", "constant"])
+@pytest.mark.parametrize("env", ["PointMass", "CartPole-v1", "Pendulum-v1"])
+def test_resumed_run_is_the_uninterrupted_run(tmp_path, env, schedule):
+    flags = (f"--env.name={env}", f"--algorithm.lr_schedule={schedule}")
+    train(tmp_path / "whole", 24, *flags)
+    train(tmp_path / "parts", 10, *flags)
+    train(tmp_path / "parts", 24, resume=True)
+    assert rows(tmp_path / "whole") == rows(tmp_path / "parts")
+    assert_same_state(final_state(tmp_path / "whole"), final_state(tmp_path / "parts"))
+
+
+def test_resumed_mujoco_run_in_a_new_process_is_the_uninterrupted_run(tmp_path):
+    flags = ("--env.name=HalfCheetah-v5", "--env.num_envs=8", "--algorithm.lr_schedule=constant")
+    train(tmp_path / "whole", 6, *flags)
+    train(tmp_path / "parts", 3, *flags)
+    command = [
+        sys.executable,
+        EXAMPLES / "train_ppo.py",
+        "--resume",
+        tmp_path / "parts",
+        f"--total_frames={6 * FRAMES}",
+    ]
+    subprocess.run(command, check=True, cwd=tmp_path, capture_output=True)
+    assert rows(tmp_path / "whole") == rows(tmp_path / "parts")
+    assert_same_state(final_state(tmp_path / "whole"), final_state(tmp_path / "parts"))
+
+
+def test_ctrl_c_saves_and_the_rest_equals_the_uninterrupted_run(tmp_path):
+    train(tmp_path / "whole", 60)
+    command = [sys.executable, EXAMPLES / "train_ppo.py", *TINY, "--total_frames", str(60 * FRAMES)]
+    command += ["--run_dir", tmp_path / "parts"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    table = tmp_path / "parts" / "metrics.csv"
+    while process.poll() is None and not (table.exists() and len(table.read_text().splitlines()) > 5):
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 130, output
+    assert "Stopping after this iteration" in output and "--resume" in output
+    assert 5 <= len(rows(tmp_path / "parts")) < 60
+    assert json.loads((tmp_path / "parts" / "progress.json").read_text())["state"] == "interrupted"
+    train(tmp_path / "parts", 60, resume=True)
+    assert rows(tmp_path / "whole") == rows(tmp_path / "parts")
+    assert_same_state(final_state(tmp_path / "whole"), final_state(tmp_path / "parts"))
+
+
+def kill_at_random(run_dir, times, seed):
+    """Starts or resumes a run and kills it with SIGKILL at random instants; returns how often it had a checkpoint."""
+    generator = random.Random(seed)
+    begun = 0
+    for _ in range(times):
+        exists = (run_dir / "config.json").exists()
+        where = ["--resume", run_dir] if exists else [*TINY, "--run_dir", run_dir, "--checkpoint.interval_iterations=1"]
+        command = [sys.executable, EXAMPLES / "train_ppo.py", "--total_frames", str(4000 * FRAMES), *where]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        # Importing takes seconds: wait until this process has written, then let it run for a random while.
+        mark = (run_dir / "progress.json").stat().st_mtime_ns if (run_dir / "progress.json").exists() else 0
+        deadline = time.monotonic() + 60
+        while process.poll() is None and time.monotonic() < deadline:
+            path = run_dir / "progress.json"
+            if path.exists() and path.stat().st_mtime_ns != mark:
+                break
+            time.sleep(0.01)
+        time.sleep(generator.uniform(0.0, 0.6))
+        assert process.poll() is None, process.communicate()[0]
+        process.kill()
+        process.communicate()
+        begun += CheckpointRotation(run_dir / "checkpoints", keep_last=1).latest() is not None
+    return begun
+
+
+def check_killed_run(tmp_path, times):
+    run_dir = tmp_path / "run"
+    assert kill_at_random(run_dir, times, seed=times) >= times - 1
+    done = len(rows(run_dir))
+    train(run_dir, done + 3, resume=True)
+    assert [row["iteration"] for row in rows(run_dir)] == list(range(done + 3))
+    assert not list((run_dir / "checkpoints").glob(".*")), "half-written checkpoints were left behind"
+    train(tmp_path / "whole", done + 3)
+    assert rows(tmp_path / "whole") == rows(run_dir)
+
+
+def test_sigkill_leaves_a_run_that_resumes(tmp_path):
+    check_killed_run(tmp_path, 3)
+
+
+@pytest.mark.slow
+def test_sigkill_twenty_times(tmp_path):
+    check_killed_run(tmp_path, 20)
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_over(tmp_path, capsys):
+    train(tmp_path / "run", 3)
+    for path in (tmp_path / "run" / "checkpoints").iterdir():
+        path.rename(path.with_name(f".{path.name}.stage-1"))
+    train(tmp_path / "run", 3, resume=True)
+    assert "no checkpoint yet: starting from the beginning" in capsys.readouterr().out
+    assert [row["iteration"] for row in rows(tmp_path / "run")] == [0, 1, 2]
+
+
+def test_restarted_schedule_runs_over_what_is_left(tmp_path):
+    train(tmp_path / "run", 6, "--algorithm.lr_schedule=linear", "--algorithm.lr=1e-3")
+    assert rows(tmp_path / "run")[-1]["lr"] < 2e-4
+    train(tmp_path / "run", 12, "--resume_schedule=restart", resume=True)
+    rates = [row["lr"] for row in rows(tmp_path / "run")]
+    assert rates[6] > 0.8e-3 and rates[11] < 2e-4
+
+
+def test_a_finished_run_resumes_to_nothing(tmp_path, capsys):
+    train(tmp_path / "run", 3)
+    before = rows(tmp_path / "run")
+    train(tmp_path / "run", 3, resume=True)
+    assert rows(tmp_path / "run") == before and "Resumed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["--algorithm.gama=0.9"], "--algorithm.gamma"),
+        (["--env.num_envs=0"], "env.num_envs"),
+        ([*TINY, "--algorithm.num_minibatches=7"], "do not split into algorithm.num_minibatches = 7 equal parts"),
+        (["--env.name=HalfCheeta-v5"], "HalfCheetah-v5"),
+        (["--env.kwargs.succes_bonus=3"], "succes_bonus"),
+        (["--device=cuda:99"], "Set --device cpu"),
+        (["--algorithm.actor_groups=polcy"], "Groups of this environment: {'observation': 14}"),
+        (["--env.name=CartPole-v1", "--algorithm.action_bound_coeff=1.0", *TINY], "needs a Gaussian actor"),
+        (["--resume=nowhere"], "nowhere"),
+    ],
+)
+def test_mistakes_get_one_screen_that_names_the_fix(tmp_path, capsys, flags, expected, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, message = fails(capsys, *flags)
+    assert code in (1, 2) and expected in message
+    assert not list(tmp_path.rglob("checkpoints"))
+
+
+def test_a_run_directory_is_not_overwritten(tmp_path, capsys):
+    train(tmp_path / "run", 2)
+    code, message = fails(capsys, f"--run_dir={tmp_path / 'run'}", *TINY)
+    assert code == 1 and f"--resume {tmp_path / 'run'}" in message
+
+
+def test_a_checkpoint_of_another_architecture_is_refused(tmp_path, capsys):
+    train(tmp_path / "run", 2)
+    config = (tmp_path / "run" / "config.json").read_text()
+    code, message = fails(capsys, f"--resume={tmp_path / 'run'}", "--algorithm.actor_hidden=16")
+    assert code == 1 and "mlp.0.weight is shape (8, 14) in the checkpoint and shape (16, 14) in this run" in message
+    assert (tmp_path / "run" / "config.json").read_text() == config
+
+
+class Broken(PointMass):
+    """Pays a given reward in row 3 from the tenth step on."""
+
+    def __init__(self, num_envs, *, bad=float("nan"), **kwargs):
+        super().__init__(num_envs, **kwargs)
+        self.bad, self.steps_taken = bad, 0
+
+    def _step(self, tensordict):
+        out = super()._step(tensordict)
+        self.steps_taken += 1
+        if self.steps_taken >= 10:
+            out["reward"][3] = self.bad
+        return out
+
+
+@pytest.mark.parametrize("bad", ["NaN", "1e30"])
+def test_a_poisonous_reward_stops_the_run_with_the_last_checkpoint_intact(tmp_path, capsys, bad):
+    register_env("Broken", lambda n, **kw: Broken(n, **{**kw, "bad": float(bad)}), override=True)
+    code, message = fails(
+        capsys, f"--run_dir={tmp_path / 'run'}", "--env.name=Broken", *TINY, "--checkpoint.interval_iterations=1"
+    )
+    assert code == 1 and re.search(r"\('next', 'reward'\) holds (nan|1e\+30) at env 3, step 1 ", message)
+    state = final_state(tmp_path / "run")
+    assert all(v.isfinite().all() for v in state.values() if v.is_floating_point())
+    assert json.loads((tmp_path / "run" / "progress.json").read_text())["state"] == "failed"
+
+
+class Shifted(PointMass):
+    """Observations around 50 with a spread of 100."""
+
+    def _step(self, tensordict):
+        return self._shift(super()._step(tensordict))
+
+    def _reset(self, tensordict):
+        return self._shift(super()._reset(tensordict))
+
+    def _shift(self, out):
+        return out.set("observation", out["observation"] * 100 + 50)
+
+
+def test_statistics_travel_with_the_policy_into_a_process_that_builds_nothing_else(tmp_path):
+    register_env("Shifted", lambda n, **kw: Shifted(n, **kw), override=True)
+    train(tmp_path / "run", 20, "--env.name=Shifted")
+    probe = torch.randn(8, 14) * 100 + 50
+    policy = make_actor({"observation": 14}, PointMass(1).action_spec_unbatched, hidden=(8,), init_std=1.0)
+    load_policy_weights(policy, tmp_path / "run", "latest")
+    policy.eval()
+    expected = policy.module[0].module(probe)[0]
+    assert policy.module[0].module.norm.mean.abs().max() > 10
+    torch.save({"probe": probe, "expected": expected.detach()}, tmp_path / "probe.pt")
+    code = f"""
+import torch
+from edenrl.modules import gaussian_actor
+from edenrl.training import load_policy_weights
+data = torch.load(r"{tmp_path / "probe.pt"}")
+policy = gaussian_actor({{"observation": 14}}, 2, hidden=(8,))
+load_policy_weights(policy, r"{tmp_path / "run"}", "latest")
+policy.eval()
+torch.testing.assert_close(policy.module[0].module(data["probe"])[0], data["expected"], rtol=0, atol=1e-6)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
+
+
+def test_other_scripts_read_the_run(tmp_path, capsys):
+    train(tmp_path / "run", 4, "--env.name=CartPole-v1", "--checkpoint.interval_iterations=2")
+    capsys.readouterr()
+    evaluate = load_script("evaluate")
+    sys.modules["train_ppo"] = train_ppo
+    evaluate.main([str(tmp_path / "run"), "--json", "--episodes", "6"])
+    result = json.loads(capsys.readouterr().out)
+    assert result["episodes"] == 6 and "checkpoints" in result["checkpoint"]
+    evaluate.main([str(tmp_path / "run"), "--checkpoint", "latest"])
+    first = capsys.readouterr().out
+    evaluate.main([str(tmp_path / "run"), "--checkpoint", "latest"])
+    assert first == capsys.readouterr().out and "return_mean" in first
+
+    plot = load_script("plot_runs")
+    train(tmp_path / "other", 3)
+    plot.main([str(tmp_path / "run"), str(tmp_path / "other"), "--output", str(tmp_path / "runs.png")])
+    assert (tmp_path / "runs.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_other_scripts_refuse_what_is_no_run(tmp_path):
+    with pytest.raises(FileNotFoundError, match="not a run directory"):
+        load_script("evaluate").main([str(tmp_path)])
+    with pytest.raises(FileNotFoundError, match=r"has no metrics.csv"):
+        load_script("plot_runs").main([str(tmp_path)])
+
+
+def test_output_to_a_file_is_a_few_plain_lines(tmp_path):
+    command = [sys.executable, EXAMPLES / "train_ppo.py", *TINY, "--run_dir", tmp_path / "run"]
+    began = time.monotonic()
+    done = subprocess.run([*command, "--total_frames", str(40 * FRAMES)], capture_output=True, text=True, check=True)
+    seconds = time.monotonic() - began
+    progress = [line for line in done.stdout.splitlines() if "frames," in line]
+    assert 1 <= len(progress) <= 1 + seconds / 5
+    assert "\r" not in done.stdout + done.stderr and not done.stderr.strip()
+
+
+def test_squashed_and_unbounded_actions_train(tmp_path, recwarn):
+    train(tmp_path / "squash", 2, "--env.action_mode=squash")
+    train(tmp_path / "none", 2, "--env.action_mode=none")
+    assert all(row["action_saturation"] == 0 for row in rows(tmp_path / "squash"))
