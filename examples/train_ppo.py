@@ -31,7 +31,11 @@ PRESETS = {
         evaluation=dict(num_episodes=128),
     ),
     "HalfCheetah-v5": dict(total_frames=1_000_000, env=dict(num_envs=16, reward_scale=0.1), algorithm=FEW_ENVS),
-    "Pendulum-v1": dict(total_frames=300_000, env=dict(num_envs=16, reward_scale=0.1), algorithm=FEW_ENVS),
+    "Pendulum-v1": dict(
+        total_frames=200_000,
+        env=dict(num_envs=16, reward_scale=0.1),
+        algorithm=FEW_ENVS | dict(gamma=0.95, init_std=1.0, lr=1e-3),
+    ),
     "InvertedPendulum-v5": dict(total_frames=200_000, env=dict(num_envs=16, reward_scale=0.1), algorithm=FEW_ENVS),
     "CartPole-v1": dict(total_frames=200_000, env=dict(num_envs=16, reward_scale=0.1), algorithm=FEW_ENVS),
 }
