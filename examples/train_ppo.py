@@ -26,7 +26,7 @@ FEW_ENVS = SMALL | dict(
 PRESETS = {
     "PointMass": dict(
         total_frames=1_000_000,
-        env=dict(kwargs=dict(success_bonus=30.0), reward_scale=0.1),
+        env=dict(kwargs=dict(success_bonus=50.0), reward_scale=0.1),
         algorithm=SMALL,
         evaluation=dict(num_episodes=128),
     ),
