@@ -55,12 +55,12 @@ class Collector(collectors.Collector):
 
     def _suspect_time_limits(self, ended: TensorDictBase) -> None:
         lengths, truncated = ended.get("step_count", None), ended.get("truncated", None)
-        if lengths is None or truncated is None or self._first_lengths is None:
+        if lengths is None or self._first_lengths is None:
             self._first_lengths = None
             return
         done = ended["done"]
         self._first_lengths += lengths[done].tolist()
-        if bool(truncated[done].any()) or len(set(self._first_lengths)) > 1:
+        if truncated is not None and bool(truncated[done].any()) or len(set(self._first_lengths)) > 1:
             self._first_lengths = None
         elif len(self._first_lengths) >= 20:
             _log.warning(
@@ -101,7 +101,8 @@ class Collector(collectors.Collector):
         extra = saved.get("_extra_state")
         if extra is None or not extra.get("exact", True):
             # The carried step belongs to episodes that are lost: keep the fresh reset, under new trajectory ids.
-            _log.warning("%s does not save its simulation state: episodes start anew.", type(simulator).__name__)
+            if extra is None:  # otherwise the environment has said so itself
+                _log.warning("%s does not save its simulation state: episodes start anew.", type(simulator).__name__)
             if self.track_traj_ids:
                 ids = self._traj_pool.get_traj_and_increment(self.n_env, device=self.storing_device)
                 self._carrier.set(("collector", "traj_ids"), ids.view(self.env.batch_size))

@@ -4,7 +4,7 @@ The rooms are imported by name, so that `import edenrl` itself stays instant and
 `edenrl.objectives` (losses and advantage estimators), `edenrl.collectors`, `edenrl.modules`, `edenrl.envs`,
 `edenrl.optim`, `edenrl.training` and `edenrl.config`.
 
-Example:
+Examples:
     >>> import edenrl
     >>> edenrl.__version__.count(".")
     2

@@ -1,7 +1,7 @@
 """Run configuration: typed, validated, saved as JSON, and read from the command line.
 
 Every value is checked where it enters, and a mistake is answered with the dotted name of the field, the value that was
-given and what to change. This module does not import torch, so ``--help`` answers at once.
+given and what to change. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 from pydantic_settings import BaseSettings, CliSettingsSource, SettingsError
+
+from edenrl._files import write_atomic
 
 __all__ = [
     "CheckpointConfig",
@@ -105,7 +107,7 @@ class Config(BaseModel):
         pydantic.ValidationError: (a ``ValueError``) for a value out of range, named by its dotted path, or for an
             unknown field, with the valid fields of that class, closest spelling first.
 
-    Example:
+    Examples:
         >>> from edenrl.config import PPOConfig
         >>> PPOConfig(gamma=0.98).gamma
         0.98
@@ -282,7 +284,7 @@ class LoggerConfig(Config):
 class RunConfig(Config):
     """What every training run shares; a script's configuration adds ``algorithm``.
 
-    Example:
+    Examples:
         >>> from pydantic import Field
         >>> from edenrl.config import PPOConfig, RunConfig, parse_cli
         >>> class TrainPPO(RunConfig):
@@ -341,7 +343,7 @@ def save_config(cfg: Config, path: str | os.PathLike[str]) -> None:
 
     Paths are stored as they were given. Missing folders are created.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> from edenrl.config import EnvConfig, load_config, save_config
         >>> with tempfile.TemporaryDirectory() as folder:
@@ -351,12 +353,7 @@ def save_config(cfg: Config, path: str | os.PathLike[str]) -> None:
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(cfg.model_dump_json(indent=2) + "\n", encoding="utf-8")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_atomic(path, cfg.model_dump_json(indent=2) + "\n")
 
 
 def load_config(cls: type[ConfigT], path: str | os.PathLike[str]) -> ConfigT:
@@ -520,7 +517,7 @@ def parse_cli(
     Raises:
         SystemExit: with code 2 after a short message on stderr for any wrong input; with code 0 after ``--help``.
 
-    Example:
+    Examples:
         >>> from edenrl.config import RunConfig, parse_cli
         >>> presets = {"HalfCheetah-v5": {"total_frames": 1_000_000, "env": {"num_envs": 16}}}
         >>> config = parse_cli(RunConfig, ["--env.name", "HalfCheetah-v5", "--env.num_envs", "8"], presets=presets)

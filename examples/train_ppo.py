@@ -1,4 +1,4 @@
-"""Train PPO on any environment by name: PointMass (default), a Gymnasium id, mjlab, Isaac Lab or your own.
+"""Train PPO on any environment by name: PointMass (default), a Gymnasium id, mjlab or your own.
 
 python examples/train_ppo.py --env.name HalfCheetah-v5     # settings from PRESETS, each can be overridden
 python examples/train_ppo.py --resume runs/...             # continue, bit for bit
@@ -17,7 +17,7 @@ from edenrl.objectives import GAE, PPOLoss
 from edenrl.optim import GradientStep, make_lr_schedule, make_optimizer
 from edenrl.training import Run, average, build_env, evaluate_run, rollout_metrics, run_script, setup
 
-# Settings by environment, found by measuring (docs/results.md); each can be overridden on the command line.
+# Settings by environment, found by measuring (docs/pages/results.md); each can be overridden on the command line.
 SMALL = dict(actor_hidden=(64, 64), critic_hidden=(64, 64), clip_value=False)
 FEW_ENVS = SMALL | dict(
     steps_per_env=128, num_minibatches=8, epochs=10, lr=3e-4, lr_schedule="linear", critic_coeff=0.5,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
-from tensordict.nn import TensorDictModule
+from tensordict import NestedKey, TensorDictBase
+from tensordict.nn import TensorDictModule, dispatch
 from torch import Tensor
 from torchrl.objectives import value as torchrl_value
 
@@ -17,25 +17,27 @@ _LARGEST = 1e18
 
 
 class GAE(torchrl_value.GAE):
-    r"""TorchRL's ``GAE`` with half the value passes and a check for non-finite data.
+    r"""TorchRL's GAE with half the value passes and a check for non-finite data.
 
     TorchRL evaluates the critic on every observation twice, once as ``obs`` and once as ``("next", obs)``. In a
     rollout ``("next", obs)`` at ``t`` is ``obs`` at ``t + 1`` except where an episode or the rollout ends, so this
     class runs one pass over the observations and one over those final ones.
 
     Time-outs bootstrap from the value of the true last observation, terminations from zero; ``done`` cuts the
-    recursion.
+    recursion. With ``auto_reset_env=True`` (a simulator that hides the last observation) a time-out bootstraps from the
+    value of the observation before it, as rsl_rl does.
 
-    Input: a rollout ``[*B, T]`` whose time dimension is named "time" or last. Writes ``state_value``,
-    ``("next", "state_value")``, ``advantage`` and ``value_target``, each ``[*B, T, c]``. Recurrent critics (with
-    ``is_init`` among their inputs) take TorchRL's own path.
+    Input: a rollout ``[*B, T]`` whose time dimension is named "time", given as ``time_dim``, or last. Writes
+    ``state_value``, ``("next", "state_value")``, ``advantage`` and ``value_target``, each ``[*B, T, c]``. The c value
+    heads are independent columns; rewards and flags of width 1 are shared by all of them. Recurrent critics (with
+    ``is_init`` among their inputs), n-step data, shifted values and parameters passed in take TorchRL's own path.
 
     Args:
         gamma: discount in [0, 1].
         lmbda: trace decay in [0, 1].
         value_network: the critic, or ``None`` to read ``state_value`` and ``("next", "state_value")``.
-        average_gae: standardize the advantages over the whole rollout.
-        kwargs: further options of TorchRL's class.
+        **kwargs: further options of TorchRL's class; ``average_gae=True`` standardizes the advantages over the whole
+            rollout, each value head on its own.
 
     Raises:
         ValueError: if a reward, observation or value is NaN, infinite or beyond 1e18, naming key, environment and step.
@@ -61,11 +63,27 @@ class GAE(torchrl_value.GAE):
             if not 0.0 <= float(value) <= 1.0:
                 raise ValueError(f"GAE needs {name} in [0, 1], got {value}.")
         super().__init__(gamma=gamma, lmbda=lmbda, value_network=value_network, **kwargs)
+        self._time_axis = -1
 
-    def forward(self, tensordict: TensorDictBase, **kwargs: Any) -> TensorDictBase:
+    @dispatch
+    def forward(
+        self,
+        tensordict: TensorDictBase,
+        *,
+        params: Any = None,
+        target_params: Any = None,
+        time_dim: int | None = None,
+    ) -> TensorDictBase:
         """Writes advantages and value targets into the rollout and returns it."""
-        self._refuse_nonfinite(tensordict)
-        return super().forward(tensordict, **kwargs)
+        self._time_axis = self._get_time_dim(time_dim, tensordict)
+        self._refuse_nonfinite(tensordict, self._inputs(tensordict))
+        # The parent lends itself the whole critic and then makes all of it trainable, frozen layers too.
+        network = self.value_network
+        frozen = [] if network is None else [p for p in network.parameters() if not p.requires_grad]
+        out = super().forward(tensordict, params=params, target_params=target_params, time_dim=time_dim)
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+        return out
 
     def _call_value_nets(
         self,
@@ -80,37 +98,65 @@ class GAE(torchrl_value.GAE):
         value_net: Any = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         net = self.value_network if value_net is None else value_net
-        if single_call or params is not None or "is_init" in net.in_keys:
-            return super()._call_value_nets(
+        own = not (single_call or params is not None or self.skip_existing or "is_init" in net.in_keys)
+        n_step = data.get(self.tensor_keys.steps_to_next_obs, None) is not None
+        if not own or n_step or self.value_chunk_size is not None or self.num_chunks is not None:
+            value, next_value, valid = super()._call_value_nets(
                 data, params, next_params, single_call, value_key, detach_next, vmap_randomness, value_net=value_net
             )
-        time_dim = self._get_time_dim(None, data)
-        value = net(data.select(*net.in_keys)).get(value_key)
-        ends = data.get(("next", self.tensor_keys.done)).squeeze(-1).clone()
-        ends.select(time_dim, -1).fill_(True)
-        final_value = net(data.get("next").select(*net.in_keys, strict=False)[ends]).get(value_key)
-        next_value = value.roll(-1, time_dim).masked_scatter(ends.unsqueeze(-1).expand_as(value), final_value)
-        data.set(value_key, value)
-        data.set(("next", value_key), next_value)
-        return value, next_value.detach() if detach_next else next_value, None
+        else:
+            valid = None
+            value = net(data.select(*net.in_keys)).get(value_key)
+            ends = data.get(("next", self.tensor_keys.done)).any(-1)
+            ends.select(self._time_axis, -1).fill_(True)
+            final_value = net(data.get("next").select(*net.in_keys, strict=False)[ends]).get(value_key)
+            next_value = value.roll(-1, self._time_axis)
+            next_value = next_value.masked_scatter(ends.unsqueeze(-1).expand_as(value), final_value)
+            data.set(value_key, value)
+            data.set(("next", value_key), next_value)
+        self._refuse_nonfinite(data, [value_key, ("next", value_key)])
+        return value, next_value.detach() if detach_next else next_value, valid
 
-    def _refuse_nonfinite(self, data: TensorDictBase) -> None:
-        """Raises on the first key that would poison the update; one host read when all is well."""
-        observations = [] if self.value_network is None else list(self.value_network.in_keys)
-        as_next = [("next", *key) if isinstance(key, tuple) else ("next", key) for key in observations]
-        keys = [("next", self.tensor_keys.reward), *observations, *as_next]
-        tensors = {key: tensor for key in keys if (tensor := data.get(key, None)) is not None}
-        floats = {key: tensor for key, tensor in tensors.items() if tensor.is_floating_point()}
+    def _prepare_signals(
+        self, reward: Tensor, done: Tensor, terminated: Tensor, value: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        self._terminated = terminated
+        shared = [x.expand_as(value) if x.shape[-1] == 1 else x for x in (reward, done, terminated)]
+        return shared[0], shared[1], shared[2]
+
+    def _broadcast_optional(self, tensor: Tensor, value: Tensor) -> Tensor:
+        # A step that is both terminated and truncated is terminated.
+        return (tensor & ~self._terminated).expand_as(value)
+
+    def _normalize_advantage(self, adv: Tensor, valid: Tensor | None = None, groups: Tensor | None = None) -> Tensor:
+        if valid is not None or groups is not None:
+            return super()._normalize_advantage(adv, valid, groups)
+        dims = list(range(adv.ndim - 1))
+        spread = adv.std(dims, keepdim=True) if adv[..., 0].numel() > 1 else torch.zeros_like(adv)
+        return (adv - adv.mean(dims, keepdim=True)) / spread.clamp_min(1e-4)
+
+    def _inputs(self, data: TensorDictBase) -> list[NestedKey]:
+        keys: list[Any] = [("next", self.tensor_keys.reward)]
+        if self.value_network is None:
+            return [*keys, self.tensor_keys.value, ("next", self.tensor_keys.value)]
+        for key in self.value_network.in_keys:
+            keys += [key, ("next", *key) if isinstance(key, tuple) else ("next", key)]
+        return keys
+
+    def _refuse_nonfinite(self, data: TensorDictBase, keys: list[NestedKey]) -> None:
+        """Raises on the first entry that would poison the update; one host read when all is well."""
+        entries = {key: entry for key in keys if (entry := data.get(key, None)) is not None}
+        floats = {key: entry.detach() for key, entry in entries.items() if entry.is_floating_point()}
         # Comparisons with NaN are false, so one reduction covers NaN, infinity and overflow.
-        good = torch.stack([(tensor.abs().amax() < _LARGEST) for tensor in floats.values()])
-        if bool(good.all()):
+        good = [entry.abs().amax() < _LARGEST for entry in floats.values() if entry.numel()]
+        if not good or bool(torch.stack(good).all()):
             return
-        key = list(floats)[int(good.long().argmin())]
-        first = (~(floats[key].abs() < _LARGEST)).nonzero()[0].tolist()
-        value = floats[key][tuple(first)].item()
-        where = f"env {first[0]}, step {first[1]}" if data.ndim > 1 else f"step {first[0]}"
+        key, entry = next((k, e) for k, e in floats.items() if not bool(e.abs().amax() < _LARGEST))
+        first = (~(entry.abs() < _LARGEST)).nonzero()[0].tolist()
+        env = [index for axis, index in enumerate(first[: data.ndim]) if axis != self._time_axis]
+        where = ", ".join([*(f"env {index}" for index in env), f"step {first[self._time_axis]}"])
         raise ValueError(
-            f"{key!r} holds {value:.6g} at {where} (index {first}): the rollout is refused before anything is "
-            "trained on it. Fix the environment (or terminate a state that diverges) so that this entry stays finite "
-            "and below 1e18."
+            f"{key!r} holds {entry[tuple(first)].item():.6g} at {where} (index {first}): the rollout is refused before "
+            "anything is trained on it. Fix the environment (or terminate a state that diverges) so that this entry "
+            "stays finite and below 1e18."
         )

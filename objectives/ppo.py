@@ -48,11 +48,12 @@ class PPOLoss(ClipPPOLoss):
         critic_coeff: weight of the value loss; 0 leaves the critic out.
         loss_critic_type: "l2", "l1" or "smooth_l1".
         clip_value: clip the change of the value to ``clip_epsilon`` (True), to a given range, or not at all.
-        action_bound_coeff: weight of mean(relu(loc - 1)^2) + mean(relu(-loc - 1)^2).
+        action_bound_coeff: weight of mean(relu(loc - 1)^2) + mean(relu(-loc - 1)^2), on the mean before any tanh.
         kwargs: further options of the parent, such as ``normalize_advantage``, ``reduction`` or ``functional``.
 
     Raises:
-        ValueError: for a clip range outside (0, 1), or ``separate_losses`` without ``functional``.
+        ValueError: for a clip range outside (0, 1), a negative coefficient, ``separate_losses`` without ``functional``,
+            or an advantage that is not ``[*batch, 1]``.
         KeyError: for a batch without "advantage". The parent would estimate it there, wrongly for shuffled
             mini-batches; run ``GAE`` on the whole rollout first.
 
@@ -101,6 +102,14 @@ class PPOLoss(ClipPPOLoss):
         action_bound_coeff: float = 0.0,
         **kwargs: Any,
     ) -> None:
+        coefficients = dict(
+            entropy_coeff=entropy_coeff, critic_coeff=critic_coeff, action_bound_coeff=action_bound_coeff
+        )
+        for name, value in coefficients.items():
+            if isinstance(value, (int, float)) and value < 0:
+                raise ValueError(f"PPOLoss needs {name} >= 0, got {value}.")
+        if not isinstance(clip_value, bool) and clip_value <= 0:
+            raise ValueError(f"PPOLoss needs clip_value True, False or a positive range, got {clip_value}.")
         if isinstance(clip_epsilon, (int, float)) and not 0 < clip_epsilon < 1:
             raise ValueError(
                 f"PPOLoss needs clip_epsilon in (0, 1), got {clip_epsilon}; pass (low, high) for a wider upper range."
@@ -120,14 +129,24 @@ class PPOLoss(ClipPPOLoss):
             log_explained_variance=False,
             **kwargs,
         )
-        self.register_coeff_buffer("action_bound_coeff", action_bound_coeff)
-        self._bounds_actions = action_bound_coeff > 0
+        self.register_buffer("action_bound_coeff", torch.tensor(action_bound_coeff) if action_bound_coeff else None)
         self._distribution: torch.distributions.Distribution | None = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Absent rather than zero: assigning a coefficient of a term that was not built must not do nothing.
+        if name == "action_bound_coeff" and self._buffers.get(name, value) is None:
+            raise AttributeError(
+                "This PPOLoss was built without an action bound; build it with action_bound_coeff > 0 to "
+                "change it later."
+            )
+        super().__setattr__(name, value)
 
     def _set_in_keys(self) -> None:
         names = self.tensor_keys
-        keys = [*self.actor_network.in_keys, names.action, names.sample_log_prob, names.advantage]
-        if {"loc", "scale"} <= set(self.actor_network.out_keys):
+        keys = [*self.actor_network.in_keys, names.advantage]
+        for several in (names.action, names.sample_log_prob):
+            keys += several if isinstance(several, list) else [several]
+        if {names.loc, names.scale} <= set(self.actor_network.out_keys):
             keys += [names.loc, names.scale]
         if self._has_critic:
             keys += [*self.critic_network.in_keys, names.value, names.value_target]
@@ -144,7 +163,7 @@ class PPOLoss(ClipPPOLoss):
                 keys += ["loss_critic", "explained_variance"]
                 if self.clip_value is not None:
                     keys.append("value_clip_fraction")
-            if self._bounds_actions:
+            if self.action_bound_coeff is not None:
                 keys.append("loss_action_bound")
             self._out_keys = keys
         return self._out_keys
@@ -155,12 +174,13 @@ class PPOLoss(ClipPPOLoss):
 
     def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
         """Trained parameters by group, "policy" and "critic"; parameters of a shared trunk count as "policy"."""
-        policy = list((self.actor_network_params if self.functional else self.actor_network).parameters())
-        if not self._has_critic:
-            return {"policy": policy}
-        critic = (self.critic_network_params if self.functional else self.critic_network).parameters()
-        shared = {id(parameter) for parameter in policy}
-        return {"policy": policy, "critic": [parameter for parameter in critic if id(parameter) not in shared]}
+        actor = self.actor_network_params if self.functional else self.actor_network
+        groups = {"policy": [p for p in actor.parameters() if p.requires_grad]}
+        if self._has_critic:
+            critic = self.critic_network_params if self.functional else self.critic_network
+            shared = {id(p) for p in groups["policy"]}
+            groups["critic"] = [p for p in critic.parameters() if p.requires_grad and id(p) not in shared]
+        return groups
 
     @dispatch
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -169,6 +189,13 @@ class PPOLoss(ClipPPOLoss):
             raise KeyError(
                 f"The batch has no {self.tensor_keys.advantage!r}. Run GAE on the rollout [N, T] before it is split "
                 "into mini-batches, or rename the entry with set_keys(advantage=...)."
+            )
+        advantage = tensordict.get(self.tensor_keys.advantage)
+        if advantage.shape[-1:] != (1,) or advantage.shape[:-1] != tensordict.batch_size:
+            raise ValueError(
+                f"PPOLoss needs one advantage per sample: {self.tensor_keys.advantage!r} of shape "
+                f"{(*tensordict.batch_size, 1)}, got {tuple(advantage.shape)}. Mix several heads into one before, or "
+                "add the trailing dimension with unsqueeze(-1)."
             )
         try:
             out = super().forward(tensordict)
@@ -180,7 +207,9 @@ class PPOLoss(ClipPPOLoss):
             out.set("kl", out.get("kl_approx") if new is None else self._exact_kl(tensordict, *new))
             if self._has_critic:
                 out.set("explained_variance", self._explained_variance(tensordict))
-        if self._bounds_actions:
+        if self._has_critic and out.get("loss_critic").ndim > max(tensordict.ndim, 0) and self.reduction == "none":
+            out.set("loss_critic", out.get("loss_critic").mean(-1))  # several heads, one loss per sample
+        if self.action_bound_coeff is not None:
             out.set("loss_action_bound", self._action_bound(tensordict, new))
         return out
 
@@ -193,6 +222,8 @@ class PPOLoss(ClipPPOLoss):
     @staticmethod
     def _gaussian_parameters(distribution: Any) -> tuple[Tensor, Tensor] | None:
         """Mean and scale of a diagonal Gaussian; a tanh is a bijection and leaves the KL as it is."""
+        if getattr(distribution, "tanh_loc", False):
+            return None  # its mean is not the ``loc`` that was stored
         if isinstance(distribution, IndependentNormal):
             return distribution.base_dist.loc, distribution.base_dist.scale
         if isinstance(distribution, TanhNormal):
@@ -211,13 +242,16 @@ class PPOLoss(ClipPPOLoss):
 
     def _explained_variance(self, tensordict: TensorDictBase) -> Tensor:
         value, target = tensordict.get(self.tensor_keys.value, None), tensordict.get(self.tensor_keys.value_target)
-        if value is None:
+        if value is None or value.shape != target.shape:
             raise KeyError(
-                f"explained_variance needs the collection-time {self.tensor_keys.value!r} in the batch; let the "
-                "advantage estimator write it, or rename it with set_keys(value=...)."
+                f"explained_variance needs the collection-time {self.tensor_keys.value!r} in the shape of the targets "
+                f"{tuple(target.shape)}, got {None if value is None else tuple(value.shape)}; let the advantage "
+                "estimator write it, or rename it with set_keys(value=...)."
             )
-        variance = target.var(correction=0)
-        return 1 - (target - value).var(correction=0) / variance.clamp_min(torch.finfo(variance.dtype).eps)
+        variance, rest = target.var(correction=0), (target - value).var(correction=0)
+        # Targets that do not vary leave nothing to explain.
+        known = variance > torch.finfo(variance.dtype).tiny
+        return torch.where(known, 1 - rest / variance.where(known, 1.0), torch.zeros_like(variance))
 
     def _action_bound(self, tensordict: TensorDictBase, new: tuple[Tensor, Tensor] | None) -> Tensor:
         if new is None:

@@ -3,11 +3,12 @@
 from edenrl.envs.gym import GymVectorEnv, make_gym_env
 from edenrl.envs.point_mass import PointMass
 from edenrl.envs.registry import make_env, register_env, registered_envs
-from edenrl.envs.transforms import ActionMode, ClipAction, action_box, action_saturation, wrap_env
+from edenrl.envs.transforms import ActionMode, ClipAction, FreshTensors, action_box, action_saturation, wrap_env
 
 __all__ = [
     "ActionMode",
     "ClipAction",
+    "FreshTensors",
     "GymVectorEnv",
     "PointMass",
     "action_box",

@@ -55,7 +55,7 @@ class GymVectorEnv(GymWrapper):
         TypeError: ``env`` is not a Gymnasium vector environment, or one of its spaces is not supported.
         ValueError: ``env`` resets itself.
 
-    Example:
+    Examples:
         >>> import gymnasium
         >>> from edenrl.envs import GymVectorEnv
         >>> vector = gymnasium.make_vec(
@@ -68,6 +68,7 @@ class GymVectorEnv(GymWrapper):
 
     # TorchRL's loop over skipped frames is in the `_step` that is replaced here; this makes it use a transform instead.
     _has_frame_skip = False
+    returns_fresh_tensors = True
     observation_spec: Composite
     action_spec: TensorSpec
 
@@ -218,7 +219,7 @@ def make_gym_env(
         ValueError: ``num_envs`` below 1, or an unknown ``vectorization``.
         ImportError: the environment needs ``mujoco`` and it is not installed.
 
-    Example:
+    Examples:
         >>> from edenrl.envs import make_gym_env
         >>> env = make_gym_env("Pendulum-v1", 2, seed=0, g=9.0)
         >>> env.batch_size, env.action_spec.space.high.tolist()

@@ -32,17 +32,21 @@ _GOAL_WIDTH = 0.05
 class PointMass(EnvBase):
     """A point of mass 1 that must reach a goal between two round obstacles; batched, pure torch and differentiable.
 
-    One control step is one semi-implicit Euler step of ``dt = 1/60`` s::
+    One control step is one semi-implicit Euler step of ``dt = 1/60`` s:
 
-        a <- clamp(a, -1, 1)
-        v <- v (1 - 5 dt) + 5 a dt
-        p <- clamp(p + v dt, -1, 1)
+    ```
+    a <- clamp(a, -1, 1)
+    v <- v (1 - 5 dt) + 5 a dt
+    p <- clamp(p + v dt, -1, 1)
+    ```
 
     The reward of a step, with ``dist`` the distance to the goal after it and ``penetration_i = relu(radius_i - distance
-    to centre_i)``::
+    to centre_i)``:
 
-        -dist + 0.5 exp(-dist^2 / (2 0.05^2)) - 2 sum_i penetration_i^2 - 0.01 |v|^2 - 0.001 |a - a_prev|^2
-            + success_bonus * (dist < 0.03)
+    ```
+    -dist + 0.5 exp(-dist^2 / (2 0.05^2)) - 2 sum_i penetration_i^2 - 0.01 |v|^2 - 0.001 |a - a_prev|^2
+        + success_bonus * (dist < 0.03)
+    ```
 
     ``terminated`` is ``dist < 0.03``, ``truncated`` is "``max_steps`` steps taken"; one step can set both, and ``done``
     is either. Rows start at rest, the start uniform in ``[-0.6, 0.6]^2`` (lengths in m), the goal in ``[-0.7, 0.7]^2``,
@@ -71,7 +75,7 @@ class PointMass(EnvBase):
 
     After the point-mass task of the EmbodiChain differentiable trainer; the obstacle centre range is our choice.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from edenrl.envs import PointMass
         >>> env = PointMass(num_envs=3, seed=0)
@@ -84,6 +88,8 @@ class PointMass(EnvBase):
         >>> action.grad.shape
         torch.Size([3, 2])
     """
+
+    returns_fresh_tensors = True
 
     def __init__(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.util
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -38,7 +39,7 @@ def register_env(name: str, factory: EnvFactory | None = None, *, override: bool
     Raises:
         ValueError: the name is taken and ``override`` is False, or it is empty or contains a colon.
 
-    Example:
+    Examples:
         >>> from edenrl.envs import PointMass, make_env, register_env
         >>> @register_env("ShortPointMass", override=True)
         ... def short(num_envs, *, device, seed):
@@ -65,7 +66,7 @@ def register_env(name: str, factory: EnvFactory | None = None, *, override: bool
 def registered_envs() -> list[str]:
     """Names given to ``register_env``, sorted.
 
-    Example:
+    Examples:
         >>> from edenrl.envs import registered_envs
         >>> "PointMass" in registered_envs()
         True
@@ -88,29 +89,24 @@ def make_env(
 
     Returns:
         An environment with batch size ``[num_envs]`` that keeps the true last observation of every episode in
-        ``("next", ...)`` and resets rows through ``"_reset"`` (Isaac Lab cannot leave its resets to the caller: there
-        the last observation of an episode is missing, and TorchRL writes NaN for it).
+        ``("next", ...)`` and resets rows through ``"_reset"``. Isaac Lab is the exception: it cannot leave its resets
+        to the caller, TorchRL writes NaN for the missing last observation, and ``edenrl.objectives.GAE`` refuses that.
 
     Raises:
         ValueError: ``num_envs`` below 1, an unknown name (the message lists the closest), or an argument that the
             environment's constructor does not take.
         ImportError: a package is missing; the message says how to install it.
 
-    Example:
+    Examples:
         >>> from edenrl.envs import make_env
         >>> make_env("PointMass", num_envs=4, seed=0).batch_size
         torch.Size([4])
         >>> make_env("gym:CartPole-v1", num_envs=2).reset()["observation"].shape
         torch.Size([2, 4])
     """
-    if num_envs < 1:
-        raise ValueError(f"num_envs={num_envs} was given for {name!r}; expected at least 1.")
-    try:
-        env = _build(name, num_envs, device, seed, kwargs)
-    except TypeError as error:
-        if "unexpected keyword argument" not in str(error):
-            raise
-        raise ValueError(f"The constructor of {name!r} refuses the arguments {kwargs}: {error}") from error
+    if not isinstance(num_envs, int) or isinstance(num_envs, bool) or num_envs < 1:
+        raise ValueError(f"num_envs={num_envs!r} was given for {name!r}; expected a whole number, at least 1.")
+    env = _build(name, num_envs, device, seed, kwargs)
     if not isinstance(env, EnvBase) or env.batch_size != (num_envs,):
         found = f"batch size {list(env.batch_size)}" if isinstance(env, EnvBase) else f"a {type(env).__name__}"
         raise ValueError(f"The factory of {name!r} returned {found}; expected an EnvBase of batch size [{num_envs}].")
@@ -119,15 +115,30 @@ def make_env(
 
 def _build(name: str, num_envs: int, device: torch.device | str, seed: int | None, kwargs: dict[str, Any]) -> EnvBase:
     if name.lower() in _REGISTRY:
-        return _REGISTRY[name.lower()][1](num_envs, device=device, seed=seed, **kwargs)
+        factory = _REGISTRY[name.lower()][1]
+        try:
+            inspect.signature(factory).bind(num_envs, device=device, seed=seed, **kwargs)
+        except TypeError as error:
+            raise ValueError(
+                f"The factory of {name!r} takes {inspect.signature(factory)} and was called with "
+                f"{['num_envs', 'device', 'seed', *kwargs]}: {error}. A factory takes num_envs and the keywords "
+                "device and seed; what else it takes goes in as keyword arguments (--env.kwargs.NAME VALUE)."
+            ) from error
+        return factory(num_envs, device=device, seed=seed, **kwargs)
     prefix, colon, rest = name.partition(":")
+    prefix = prefix.lower()
     if colon and prefix == "mjlab":
         return _make_mjlab(rest, num_envs, device, seed, kwargs)
     if colon and prefix == "isaaclab":
         return _make_isaaclab(rest, num_envs, device, seed, kwargs)
     env_id = rest if colon and prefix == "gym" else name
     _check_gymnasium_id(name, env_id)
-    return make_gym_env(env_id, num_envs, device=device, seed=seed, **kwargs)
+    try:
+        return make_gym_env(env_id, num_envs, device=device, seed=seed, **kwargs)
+    except TypeError as error:
+        if "unexpected keyword argument" not in str(error):
+            raise
+        raise ValueError(f"{name!r} does not take the arguments {kwargs}: {error}") from error
 
 
 def _check_gymnasium_id(name: str, env_id: str) -> None:

@@ -7,14 +7,38 @@ from collections.abc import Sequence
 from typing import Literal
 
 import torch
-from tensordict import NestedKey
+from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 from torchrl.data import Bounded, Composite, TensorSpec, Unbounded
 from torchrl.envs import EnvBase, RewardScaling, RewardSum, StepCounter, Transform, TransformedEnv
 
-__all__ = ["ActionMode", "ClipAction", "action_box", "action_saturation", "wrap_env"]
+__all__ = ["ActionMode", "ClipAction", "FreshTensors", "action_box", "action_saturation", "wrap_env"]
 
 ActionMode = Literal["clip", "squash", "none"]
+
+
+class FreshTensors(Transform):
+    """Copies every observation, reward and flag that an environment returns.
+
+    A simulator that writes each step into the same buffers would otherwise overwrite what was already collected,
+    without any error. ``wrap_env`` adds it to environments that do not promise fresh tensors
+    (``returns_fresh_tensors``).
+
+    Examples:
+        >>> from edenrl.envs import FreshTensors, PointMass
+        >>> from torchrl.envs import TransformedEnv
+        >>> TransformedEnv(PointMass(2, seed=0), FreshTensors()).rollout(3)["observation"].shape
+        torch.Size([2, 3, 14])
+    """
+
+    def __init__(self) -> None:
+        super().__init__(in_keys=[], out_keys=[])
+
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        return next_tensordict.clone()
+
+    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
+        return tensordict_reset.clone()
 
 
 class ClipAction(Transform):
@@ -32,7 +56,7 @@ class ClipAction(Transform):
         ValueError: more than one key.
         TypeError: the environment's action spec under that key has no box.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from edenrl.envs import ClipAction, PointMass
         >>> from torchrl.envs import TransformedEnv
@@ -54,6 +78,11 @@ class ClipAction(Transform):
         # Not persistent: they repeat the spec, and loading them elsewhere could contradict it.
         self.register_buffer("low", None, persistent=False)
         self.register_buffer("high", None, persistent=False)
+
+    def set_container(self, container: Transform | EnvBase) -> None:
+        """Attach to an environment; bounds of an earlier one are forgotten."""
+        self.low = self.high = None
+        super().set_container(container)
 
     def _inv_apply_transform(self, action: Tensor) -> Tensor:
         if self.low is None:
@@ -90,7 +119,7 @@ def action_box(env: EnvBase) -> tuple[Tensor, Tensor] | None:
         ``(low, high)``, each ``[a]``, or None when the action is discrete or has no finite bound at all. A box that is
         open on some sides has infinite entries there.
 
-    Example:
+    Examples:
         >>> from edenrl.envs import PointMass, action_box, wrap_env
         >>> action_box(wrap_env(PointMass(3)))
         (tensor([-1., -1.]), tensor([1., 1.]))
@@ -116,7 +145,7 @@ def action_saturation(action: Tensor, box: tuple[Tensor, Tensor]) -> Tensor:
     Returns:
         A scalar in [0, 1].
 
-    Example:
+    Examples:
         >>> import torch
         >>> from edenrl.envs import action_saturation
         >>> box = (torch.tensor([-2.0, -2.0]), torch.tensor([5.0, 5.0]))
@@ -131,7 +160,8 @@ def wrap_env(env: EnvBase, *, action_mode: ActionMode = "clip", reward_scale: fl
     """Add what training reads: clipped actions, episode return and length, scaled rewards.
 
     Adds ``("next", "episode_reward")`` ``[N, 1]``, the return so far in the environment's own reward, and
-    ``("next", "step_count")`` ``[N, 1]``.
+    ``("next", "step_count")`` ``[N, 1]``. An environment without the attribute ``returns_fresh_tensors = True`` has its
+    output copied, see ``FreshTensors``.
 
     Args:
         env: The environment.
@@ -143,7 +173,7 @@ def wrap_env(env: EnvBase, *, action_mode: ActionMode = "clip", reward_scale: fl
     Raises:
         ValueError: unknown ``action_mode``, or ``reward_scale`` not finite or zero.
 
-    Example:
+    Examples:
         >>> from edenrl.envs import PointMass, wrap_env
         >>> env = wrap_env(PointMass(2, seed=0), reward_scale=0.1)
         >>> data = env.rollout(3, break_when_any_done=False)
@@ -164,6 +194,8 @@ def wrap_env(env: EnvBase, *, action_mode: ActionMode = "clip", reward_scale: fl
             f"low={box[0].tolist()}, high={box[1].tolist()}. Use 'clip' or 'squash' to keep them inside.",
             stacklevel=2,
         )
+    if not getattr(env, "returns_fresh_tensors", False):
+        transforms.insert(0, FreshTensors())
     transforms.append(RewardSum())
     if reward_scale != 1.0:
         transforms.append(RewardScaling(loc=0.0, scale=reward_scale))

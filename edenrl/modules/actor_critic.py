@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from tensordict import TensorDictBase
-from tensordict.nn import TensorDictModule, TensorDictModuleBase
+from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
 from torchrl.data import Binary, Bounded, Categorical, Composite, MultiCategorical, MultiOneHot, OneHot, TensorSpec
 from torchrl.modules import MLP, IndependentNormal, ProbabilisticActor, TanhNormal, ValueOperator
@@ -45,7 +45,8 @@ def observation_groups(spec: Composite, names: Sequence[str] | None = None) -> d
 
     Args:
         spec: the observation spec of the environment without book-keeping transforms.
-        names: the groups wanted, in order; ``None`` takes all, in the environment's order.
+        names: the groups wanted, in order; ``None`` takes every floating-point vector, in the environment's order, and
+            leaves images and integers out.
 
     Raises:
         ValueError: if a named group is missing or is not a vector, listing what the environment publishes.
@@ -64,7 +65,11 @@ def observation_groups(spec: Composite, names: Sequence[str] | None = None) -> d
     }
     wanted = list(vectors) if names is None else list(names)
     if not wanted:
-        raise ValueError(f"No observation group to read: the environment publishes {sorted(spec.keys())}.")
+        others = {name: f"{leaf.dtype} {tuple(leaf.shape[batch_dims:])}" for name, leaf in spec.items()}
+        raise ValueError(
+            f"No observation group to read: none of {others} is a floating-point vector. Convert them at the "
+            "environment, for example with TorchRL's OneHot, FlattenObservation or ToTensorImage transforms."
+        )
     for name in wanted:
         if name not in vectors:
             shape = tuple(spec[name].shape[batch_dims:]) if name in spec.keys() else None
@@ -203,7 +208,7 @@ def gaussian_actor(
         network: options of ``GaussianMLP``: hidden, activation, normalize, init_std.
 
     Raises:
-        ValueError: for a discrete action spec, or ``squash`` without a bounded box.
+        ValueError: for an action spec that is not a floating-point vector, or ``squash`` without finite bounds.
 
     Examples:
         >>> from tensordict import TensorDict
@@ -217,13 +222,24 @@ def gaussian_actor(
             f"A Gaussian actor cannot drive the discrete action space {type(action_spec).__name__}"
             f"(shape {tuple(action_spec.shape)}). Use categorical_actor, or make_actor to choose from the spec."
         )
-    dim = action_spec if isinstance(action_spec, int) else int(action_spec.shape[-1])
+    if isinstance(action_spec, int):
+        dim = action_spec
+    elif isinstance(action_spec, Composite) or len(action_spec.shape) != 1 or not action_spec.dtype.is_floating_point:
+        raise ValueError(
+            f"A Gaussian actor needs a floating-point action vector, got {type(action_spec).__name__} of shape "
+            f"{tuple(action_spec.shape)}. Pass env.action_spec_unbatched, or the number of actions."
+        )
+    else:
+        dim = int(action_spec.shape[-1])
     kwargs: dict[str, Any] = {}
     if squash:
-        if not isinstance(action_spec, Bounded):
-            raise ValueError(f"squash=True needs a bounded action spec, got {action_spec}. Set squash=False.")
+        bounds = [action_spec.space.low, action_spec.space.high] if isinstance(action_spec, Bounded) else []
+        if not bounds or not all(bool(bound.isfinite().all()) for bound in bounds):
+            raise ValueError(
+                f"squash=True needs an action spec with finite bounds, got {action_spec}. Set squash=False."
+            )
         # Kept as tensors on the spec's device: TanhNormal broadcasts them over the batch.
-        kwargs = {"low": action_spec.space.low, "high": action_spec.space.high}
+        kwargs = dict(zip(("low", "high"), bounds, strict=True))
     net = GaussianMLP(sum(groups.values()), dim, **network)
     return ProbabilisticActor(
         TensorDictModule(net, in_keys=list(groups), out_keys=["loc", "scale"]),
@@ -311,14 +327,18 @@ def value_critic(groups: Mapping[str, int], num_values: int = 1, **network: Any)
 
 
 @torch.no_grad()
-def update_normalization(module: TensorDictModuleBase, tensordict: TensorDictBase) -> None:
+def update_normalization(module: nn.Module, tensordict: TensorDictBase) -> None:
     """Feeds a rollout to the running statistics of every network inside ``module``.
 
     Call it once per iteration *after* the update: the policy that is optimized is then exactly the one that acted.
+    Networks that share a trunk go in together, as ``nn.ModuleList([actor, critic])``: it counts the data once.
 
     Args:
-        module: an actor, critic or any TensorDict module.
+        module: an actor, critic or any module that holds some.
         tensordict: data holding the networks' inputs, any batch shape.
+
+    Raises:
+        KeyError: if an input is not in the data.
 
     Examples:
         >>> from tensordict import TensorDict
@@ -329,4 +349,11 @@ def update_normalization(module: TensorDictModuleBase, tensordict: TensorDictBas
     """
     for part in module.modules():
         if isinstance(part, TensorDictModule) and hasattr(part.module, "update_normalization"):
-            part.module.update_normalization(*(tensordict.get(key) for key in part.in_keys))
+            inputs = [tensordict.get(key, None) for key in part.in_keys]
+            if any(entry is None for entry in inputs):
+                missing = [key for key, entry in zip(part.in_keys, inputs, strict=True) if entry is None]
+                raise KeyError(
+                    f"A normalized network reads {part.in_keys}, of which the data lacks {missing}. Keep them in the "
+                    "rollout, or build the network with normalize=False."
+                )
+            part.module.update_normalization(*inputs)

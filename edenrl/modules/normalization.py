@@ -14,8 +14,8 @@ class RunningNorm(nn.Module):
     """Normalizes features with running mean and standard deviation: ``(x - mean) / (std + eps)``.
 
     The statistics are buffers, so they are saved, exported and moved with the network that owns them. ``forward`` never
-    changes them; ``update`` merges a batch (parallel variance of Chan et al., 1979, in float64) and does nothing in
-    ``eval()`` mode. Before the first update the module divides by ``1 + eps``.
+    changes them; ``update`` merges a batch (parallel variance of Chan et al., 1979; computed in float64, kept in the
+    module's precision) and does nothing in ``eval()`` mode. Before the first update the module divides by ``1 + eps``.
 
     Args:
         shape: shape of one observation, or its width. Leading dimensions of the input are batch dimensions.

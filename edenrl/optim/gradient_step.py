@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
@@ -21,7 +22,7 @@ class GradientStep:
 
     A call sums the ``loss_*`` entries, runs one backward, checks that every gradient is finite, clips each parameter
     group on its own norm, adapts the learning rate and steps. Metrics come back as tensors: move them to the host once
-    per iteration. The check itself reads one boolean per call (free on CPU).
+    per iteration. The check reads one boolean per call, a KL-adaptive schedule one number more (free on CPU).
 
     Args:
         loss: the LossModule. Its ``parameter_groups()`` names the groups that are clipped apart; a module without it is
@@ -35,8 +36,11 @@ class GradientStep:
         amp_dtype: reduced precision of ``autocast``; float16 also gets a gradient scaler.
 
     Raises:
-        ValueError: for an optimizer parameter that no group declares, an unknown group, or losses that are not scalars.
-        FloatingPointError: for a non-finite gradient when ``on_nonfinite="raise"``. Parameters are left as they were.
+        ValueError: for an optimizer parameter that no group declares, an unknown group, a clip norm that is not a
+            positive number, or losses that are not scalars.
+        KeyError: for a KL-adaptive schedule without ``kl_key`` among the losses.
+        FloatingPointError: for a non-finite gradient when ``on_nonfinite="raise"`` (with a gradient scaler, for twenty
+            in a row: single overflows are how it finds its scale). Parameters are left as they were.
 
     Examples:
         >>> from tensordict import TensorDict
@@ -79,11 +83,15 @@ class GradientStep:
             self.max_grad_norm = {name: max_grad_norm.get(name) for name in self.groups}
         else:
             self.max_grad_norm = dict.fromkeys(self.groups, max_grad_norm)
+        for name, norm in self.max_grad_norm.items():
+            if norm is not None and not (isinstance(norm, (int, float)) and 0 < norm < math.inf):
+                raise ValueError(f"max_grad_norm of {name!r} must be a positive number or None, got {norm!r}.")
         self.lr_schedule, self.kl_key, self.on_nonfinite = lr_schedule, kl_key, on_nonfinite
         self.amp_dtype = amp_dtype
         self.device_type = next(iter(self.groups.values()))[0].device.type
         self.scaler = torch.amp.GradScaler(self.device_type, enabled=amp_dtype == torch.float16)
         self.skipped = 0
+        self._skipped_in_a_row = 0
         self._names = names
 
     def autocast(self) -> contextlib.AbstractContextManager:
@@ -96,6 +104,9 @@ class GradientStep:
         if not terms or any(value.numel() != 1 for value in terms.values()):
             shapes = {name: tuple(value.shape) for name, value in terms.items()}
             raise ValueError(f"GradientStep needs scalar loss_* entries, got {shapes}. Use reduction='mean' or 'sum'.")
+        adaptive = self.lr_schedule if isinstance(self.lr_schedule, KLAdaptiveLR) else None
+        if adaptive is not None and losses.get(self.kl_key, None) is None:
+            raise KeyError(f"The KL-adaptive schedule needs {self.kl_key!r} among the losses; set kl_key to its name.")
         loss = torch.stack([value.reshape(()) for value in terms.values()]).sum()
         self.scaler.scale(loss).backward()
         if self.scaler.is_enabled():
@@ -109,25 +120,28 @@ class GradientStep:
         if not bool(torch.stack([loss.detach(), *norms.values()]).isfinite().all()):
             self._drop_update(terms)
         else:
-            if isinstance(self.lr_schedule, KLAdaptiveLR):
-                self.lr_schedule.step(losses.get(self.kl_key))
+            self._skipped_in_a_row = 0
+            if adaptive is not None:
+                adaptive.step(losses.get(self.kl_key))
             for name, params in self.groups.items():
                 if (largest := self.max_grad_norm[name]) is not None:
                     clip_grads_with_norm_(params, largest, norms[name])
             for optimizer in self.optimizers.values():
                 self.scaler.step(optimizer)
-            if self.lr_schedule is not None and not isinstance(self.lr_schedule, KLAdaptiveLR):
+            if self.lr_schedule is not None and adaptive is None:
                 self.lr_schedule.step()
         self.scaler.update()
         for optimizer in self.optimizers.values():
             optimizer.zero_grad(set_to_none=True)
-        metrics["lr"] = torch.as_tensor(next(iter(self.optimizers.values())).param_groups[0]["lr"])
+        lr = next(iter(self.optimizers.values())).param_groups[0]["lr"]
+        metrics["lr"] = torch.full((), float(lr), device=loss.device)
         return metrics
 
     def _drop_update(self, terms: Mapping[Any, Tensor]) -> None:
         self.skipped += 1
-        # An overflow is how a gradient scaler finds its scale: it halves and goes on.
-        if self.on_nonfinite == "skip" or self.scaler.is_enabled():
+        self._skipped_in_a_row += 1
+        searching = self.scaler.is_enabled() and self._skipped_in_a_row < 20
+        if self.on_nonfinite == "skip" or searching:
             return
         bad = [
             self._names[id(p)]
@@ -137,11 +151,13 @@ class GradientStep:
         ]
         for optimizer in self.optimizers.values():
             optimizer.zero_grad(set_to_none=True)
+        what = f"gradient in {', '.join(bad[:5])}" if bad else "gradient norm"
+        if not bad and not all(bool(value.isfinite().all()) for value in terms.values()):
+            what = "loss"
         values = ", ".join(f"{name}={value.item():.4g}" for name, value in terms.items())
         raise FloatingPointError(
-            f"Non-finite {'gradient in ' + ', '.join(bad[:5]) if bad else 'loss'} ({values}). No parameter was "
-            "changed. Look for an exploding reward or value target, lower the learning rate, or set "
-            "on_nonfinite='skip' to drop such updates and count them."
+            f"Non-finite {what} ({values}). No parameter was changed. Look for an exploding reward or value "
+            "target, lower the learning rate, or set on_nonfinite='skip' to drop such updates and count them."
         )
 
     def restart_schedule(self, name: str, lr: float, remaining_updates: int, **kwargs: Any) -> None:
@@ -168,7 +184,8 @@ class GradientStep:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores ``state_dict``.
 
-        A schedule of another kind than the saved one is left as it is: restart it, see ``restart_schedule``.
+        A saved schedule does not go into one of another class (adaptive or fixed): restart it, see
+        ``restart_schedule``.
         """
         self.skipped = state["skipped"]
         self.scaler.load_state_dict(state["scaler"])

@@ -41,9 +41,11 @@ def make_optimizer(name: str, params: Iterable[Any], lr: float, **kwargs: Any) -
     if name not in _OPTIMIZERS:
         raise ValueError(f"Unknown optimizer {name!r}; choose one of {sorted(_OPTIMIZERS)}.")
     if name != "rmsprop" and not {"fused", "foreach"} & kwargs.keys():
-        params = list(params)
+        # Groups and generators are written out: they are read here and once more by torch.
+        params = [{**p, "params": list(p["params"])} if isinstance(p, dict) else p for p in params]
         flat = [p for item in params for p in (item["params"] if isinstance(item, dict) else [item])]
-        kwargs["fused"] = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in flat) or None
+        tensors = [p[-1] if isinstance(p, tuple) else p for p in flat]
+        kwargs["fused"] = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in tensors) or None
     return _OPTIMIZERS[name](params, lr=lr, **kwargs)
 
 
@@ -121,6 +123,14 @@ def _warmup_cosine(step: int, total: int, final: float, warmup: int) -> float:
 
 def _factor(name: str, total: int, **kw: Any) -> Callable[[int], float]:
     final = kw.pop("final_fraction", 0.0)
+    for option, good, wanted in (
+        ("final_fraction", 0 <= final <= 1, "in [0, 1]"),
+        ("every", kw.get("every", 1) >= 1, ">= 1"),
+        ("gamma", 0 < kw.get("gamma", 1) <= 1, "in (0, 1]"),
+        ("warmup", kw.get("warmup", 1) >= 1, ">= 1"),
+    ):
+        if not good:
+            raise ValueError(f"The {name!r} schedule needs {option} {wanted}.")
     if name == "constant":
         factor: Callable[[int], float] = _constant
     elif name in ("linear", "cosine"):

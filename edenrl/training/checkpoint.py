@@ -87,8 +87,8 @@ class Checkpoints:
         """Saves all components at ``step`` with JSON metadata and returns the checkpoint's path."""
         for name, component in self.components.items():
             if isinstance(component, nn.Module):
-                for key, value in component.named_parameters():
-                    if not bool(value.isfinite().all()):
+                for key, value in component.state_dict().items():
+                    if torch.is_tensor(value) and not bool(value.isfinite().all()):
                         raise FloatingPointError(
                             f"{name}.{key} is not finite; nothing was saved and {self.latest() or 'no checkpoint'} "
                             "is the newest good state."

@@ -5,26 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from tensordict.nn import TensorDictModuleBase
+from tensordict import TensorDictBase
+from torch import nn
 from torchrl.checkpoint import GlobalRNGState
 from torchrl.envs import EnvBase
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
-__all__ = ["evaluate", "evaluation_batch"]
+__all__ = ["evaluate"]
 
 
-def evaluation_batch(num_episodes: int, limit: int = 128) -> int:
-    """The number of environments, at most ``limit``, that divides ``num_episodes`` evenly.
+# Environments stepped together; more do not make an evaluation faster on a CPU.
+_ROWS = 128
 
-    Examples:
-        >>> evaluation_batch(128), evaluation_batch(20), evaluation_batch(300)
-        (128, 20, 100)
-    """
-    return max(n for n in range(1, min(num_episodes, limit) + 1) if num_episodes % n == 0)
+
+Policy = Callable[[TensorDictBase], TensorDictBase]
 
 
 def evaluate(
-    policy: TensorDictModuleBase,
+    policy: Policy,
     make_env: Callable[[int], EnvBase],
     num_episodes: int = 20,
     *,
@@ -37,7 +35,8 @@ def evaluate(
     are as before afterwards.
 
     Args:
-        policy: any TensorDict policy; stochastic ones act with their deterministic exploration type.
+        policy: a TensorDict policy; stochastic ones act with their deterministic exploration type. A recurrent one
+            needs an environment with its primer and ``InitTracker``.
         make_env: builds an environment of the given number of rows, e.g.
             ``lambda n: make_env("PointMass", n, seed=0)``.
         num_episodes: how many episodes count.
@@ -45,8 +44,8 @@ def evaluate(
 
     Returns:
         ``return_mean``, ``return_std``, ``return_median``, ``return_min``, ``return_max``, ``length_mean``,
-        ``length_min``, ``length_max``, ``episodes``; and for every ``("next", "metrics", name)`` the mean at the
-        episodes' ends as ``name``, with ``success`` reported as ``success_rate``.
+        ``length_min``, ``length_max``, ``episodes``; and for every ``("next", "metrics", name)`` with one number per
+        row the mean at the episodes' ends as ``name``, with ``success`` reported as ``success_rate``.
 
     Raises:
         RuntimeError: if the episodes have not ended after ``max_steps``.
@@ -63,25 +62,30 @@ def evaluate(
         raise ValueError(f"evaluate needs num_episodes >= 1, got {num_episodes}.")
     rng = GlobalRNGState()
     saved_rng = rng.state_dict()
-    training = policy.training
+    # Module by module: a part that was frozen with eval() must not wake up.
+    modes = {part: part.training for part in policy.modules()} if isinstance(policy, nn.Module) else {}
     env = None
     try:
-        env = make_env(evaluation_batch(num_episodes))
-        policy.eval()
+        env = make_env(min(num_episodes, _ROWS))
+        for part in modes:
+            part.training = False
         with torch.no_grad(), set_exploration_type(ExplorationType.DETERMINISTIC):
-            finished = _play(policy, env, num_episodes // env.batch_size.numel(), max_steps)
+            finished = _play(policy, env, num_episodes, max_steps)
     finally:
-        policy.train(training)
+        for part, mode in modes.items():
+            part.training = mode
         if env is not None:
             env.close(raise_if_closed=False)
         rng.load_state_dict(saved_rng)
     return _summarize(finished)
 
 
-def _play(policy: TensorDictModuleBase, env: EnvBase, quota: int, max_steps: int) -> dict[str, torch.Tensor]:
-    """Steps until every row finished ``quota`` episodes; returns the values at the end of each."""
+def _play(policy: Policy, env: EnvBase, num_episodes: int, max_steps: int) -> dict[str, torch.Tensor]:
+    """Steps until every row finished its quota of episodes; returns the values at the end of each."""
     td = env.reset()
     rows = env.batch_size.numel()
+    # Fixed before anything is played; the remainder goes to the first rows.
+    quota = num_episodes // rows + (torch.arange(rows, device=td.device) < num_episodes % rows)
     total = torch.zeros(rows, dtype=torch.float64, device=td.device)
     length = torch.zeros_like(total)
     count = torch.zeros(rows, dtype=torch.long, device=td.device)
@@ -104,7 +108,7 @@ def _play(policy: TensorDictModuleBase, env: EnvBase, quota: int, max_steps: int
         if bool((count >= quota).all()):
             return {name: torch.cat(values) for name, values in ended.items()}
     raise RuntimeError(
-        f"Only {int(count.clamp(max=quota).sum())} of {rows * quota} evaluation episodes ended within {max_steps} "
+        f"Only {int(torch.minimum(count, quota).sum())} of {num_episodes} evaluation episodes ended within {max_steps} "
         "steps. Give the environment a time limit (for example TorchRL's StepCounter(max_steps=...))."
     )
 
@@ -122,6 +126,7 @@ def _summarize(finished: dict[str, torch.Tensor]) -> dict[str, float]:
         "length_max": lengths.max(),
         "episodes": torch.tensor(float(len(returns))),
     }
-    for name, values in finished.items():
+    for key, values in finished.items():
+        name = key.removeprefix("metrics/")
         summary["success_rate" if name == "success" else name] = values.mean()
     return {name: float(value) for name, value in summary.items()}

@@ -6,21 +6,15 @@ import csv
 import io
 import logging
 import math
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["MetricsTable", "RunLogger", "read_metrics", "write_atomic"]
+from edenrl._files import write_atomic
+
+__all__ = ["MetricsTable", "RunLogger", "read_metrics"]
 
 _log = logging.getLogger("edenrl")
-
-
-def write_atomic(path: Path, text: str) -> None:
-    """Replaces a file's content in one step: readers and crashes see the old or the new text, never a part."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
 
 
 def read_metrics(path: str | Path) -> list[dict[str, float]]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from edenrl.training.loggers import write_atomic
+from edenrl._files import write_atomic
 
 __all__ = ["Progress", "format_table"]
 

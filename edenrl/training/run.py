@@ -50,11 +50,14 @@ def setup(cfg: RunConfig) -> torch.device:
 def average(metrics: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Means of scalar tensors over a list of dictionaries, still on their device.
 
+    Values that are not finite (of a dropped update) are left out.
+
     Examples:
         >>> average([{"loss": torch.tensor(1.0)}, {"loss": torch.tensor(3.0)}])
         {'loss': tensor(2.)}
     """
-    return {name: torch.stack([m[name].detach().float() for m in metrics]).mean() for name in metrics[0]}
+    stacked = {name: torch.stack([m[name].detach().float() for m in metrics]) for name in metrics[0]}
+    return {name: values.where(values.isfinite(), math.nan).nanmean() for name, values in stacked.items()}
 
 
 @torch.no_grad()
@@ -76,7 +79,7 @@ def rollout_metrics(rollout: TensorDictBase, box: tuple[Tensor, Tensor] | None =
     sources |= dict(ended["metrics"].items()) if "metrics" in ended.keys() else {}
     out = {"episode/count": done.sum().float()}
     for name, value in sources.items():
-        if value is not None:
+        if value is not None and value.numel() == done.numel():
             # nan_to_num: 0 * NaN is NaN, and a running episode may hold anything.
             total = (value.flatten().double().nan_to_num() * done).sum()
             out[f"episode/{'success_rate' if name == 'success' else name}"] = total / done.sum()
@@ -206,7 +209,9 @@ class Run:
         merged = {name: value for group in metrics for name, value in group.items()}
         tensors = {name: value for name, value in merged.items() if isinstance(value, Tensor)}
         if tensors:
-            values = torch.stack([value.detach().reshape(()).double() for value in tensors.values()]).tolist()
+            device = next(iter(tensors.values())).device
+            stacked = [value.detach().reshape(()).to(device, torch.float64) for value in tensors.values()]
+            values = torch.stack(stacked).tolist()
             merged.update(zip(tensors, values, strict=True))
         self._row.update({name: float(value) for name, value in merged.items()})
 

@@ -1,9 +1,12 @@
 import io
 import warnings
 
+import gymnasium as gym
 import pytest
 import torch
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from tensordict.nn import TensorDictModule, TensorDictSequential
+from torchrl.envs.libs.gym import GymWrapper
 from torchrl.modules import GRUModule
 
 from edenrl.collectors import Collector
@@ -44,24 +47,15 @@ def test_a_new_collector_continues_bit_for_bit(name):
     assert any(batch["next", "done"].any() for batch in expected), "no episode ended: the test proves too little"
 
 
-class Forgetful(PointMass):
-    """An environment that saves nothing."""
-
-    def get_extra_state(self):
-        return {"exact": False}
-
-    def set_extra_state(self, state):
-        pass
-
-
 def test_an_environment_that_saves_nothing_starts_new_episodes_and_says_so(caplog):
     def collect():
-        return Collector(wrap_env(Forgetful(3, seed=0)), None, frames_per_batch=30, total_frames=-1)
+        env = GymWrapper(SyncVectorEnv([lambda: gym.make("CartPole-v1")] * 3, autoreset_mode=AutoresetMode.DISABLED))
+        return Collector(wrap_env(env), None, frames_per_batch=30, total_frames=-1)
 
     collector, other = collect(), collect()
     seen = take(collector, 3)[-1]["collector", "traj_ids"].max()
     other.load_state_dict(collector.state_dict())
-    assert "Forgetful does not save its simulation state" in caplog.text
+    assert "GymWrapper does not save its simulation state" in caplog.text
     batch = take(other, 1)[0]
     assert (batch["collector", "traj_ids"] > seen).all() and (batch["step_count"][:, 0] == 0).all()
 
@@ -133,6 +127,51 @@ def test_a_time_limit_declared_as_termination_is_suspected_once(caplog, flag, wa
     env = wrap_env(FixedLength(4, flag, seed=0))
     take(Collector(env, None, frames_per_batch=40, total_frames=-1), 8)
     assert caplog.text.count("were terminated at step 5 and none was truncated") == warnings_expected
+
+
+class Undeclared(FixedLength):
+    """The same mistake in its commonest form: there is no truncated entry at all."""
+
+    def __init__(self, num_envs, **kwargs):
+        super().__init__(num_envs, "terminated", **kwargs)
+        del self.done_spec["truncated"]
+
+    def _reset(self, tensordict):
+        return super()._reset(tensordict).exclude("truncated")
+
+    def _step(self, tensordict):
+        return super()._step(tensordict).exclude("truncated")
+
+
+def test_a_time_limit_without_a_truncated_entry_is_suspected(caplog):
+    env = wrap_env(Undeclared(4, seed=0))
+    take(Collector(env, None, frames_per_batch=40, total_frames=-1), 8)
+    assert caplog.text.count("were terminated at step 5 and none was truncated") == 1
+
+
+class OneBuffer(PointMass):
+    """A simulator that writes every step into the same buffer: the observation is the number of steps taken."""
+
+    returns_fresh_tensors = False
+
+    def __init__(self, num_envs, **kwargs):
+        super().__init__(num_envs, **kwargs)
+        self.buffer = torch.zeros(num_envs, 14)
+
+    def _reset(self, tensordict):
+        self.buffer.zero_()
+        return super()._reset(tensordict).set("observation", self.buffer)
+
+    def _step(self, tensordict):
+        self.buffer += 1
+        return super()._step(tensordict).set("observation", self.buffer)
+
+
+def test_a_reused_buffer_does_not_overwrite_what_was_collected():
+    env = wrap_env(OneBuffer(2, seed=0))
+    batch = take(Collector(env, None, frames_per_batch=32, total_frames=-1), 1)[0]
+    assert batch["observation"][0, :, 0].tolist() == list(range(16))
+    assert batch["next", "observation"][0, :, 0].tolist() == list(range(1, 17))
 
 
 def test_episodes_of_different_length_are_no_suspicion(caplog):

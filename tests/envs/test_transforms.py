@@ -13,7 +13,7 @@ from torchrl.envs import EnvBase, RewardSum, StepCounter, TransformedEnv
 from torchrl.envs.utils import check_env_specs
 from torchrl.modules import IndependentNormal, ProbabilisticActor
 
-from edenrl.envs import ClipAction, PointMass, action_box, action_saturation, make_gym_env, wrap_env
+from edenrl.envs import ClipAction, FreshTensors, PointMass, action_box, action_saturation, make_gym_env, wrap_env
 
 
 class Echo(EnvBase):
@@ -100,7 +100,7 @@ def test_return_is_raw_and_reward_is_scaled() -> None:
     assert torch.allclose(data["next", "reward"], torch.tensor(0.1))
     assert data["next", "episode_reward"][0, :, 0].tolist() == [1.0, 2.0, 3.0, 1.0, 2.0]
     assert data["next", "step_count"][0, :, 0].tolist() == [1, 2, 3, 1, 2]
-    assert [type(t) for t in wrap_env(Echo()).transform] == [ClipAction, RewardSum, StepCounter]
+    assert [type(t) for t in wrap_env(Echo()).transform] == [FreshTensors, ClipAction, RewardSum, StepCounter]
 
 
 def test_modes() -> None:
@@ -142,3 +142,11 @@ def test_refusals() -> None:
         ClipAction(["action", "other"])
     with pytest.raises(TypeError, match="bounded action spec"):
         _ = TransformedEnv(discrete(), ClipAction()).action_spec
+
+
+def test_a_cloned_clip_takes_the_box_of_its_new_environment() -> None:
+    first = TransformedEnv(PointMass(4), ClipAction())
+    first.rand_step(first.reset())
+    other = TransformedEnv(PointMass(2), first.transform.clone())
+    action = torch.full((2, 2), 5.0)
+    assert other.step(other.reset().set("action", action))["next", "observation"][:, 6:8].max() == 1.0

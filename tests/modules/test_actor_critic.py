@@ -3,6 +3,7 @@ import math
 import pytest
 import torch
 from tensordict import TensorDict
+from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
 from torchrl.data import Bounded, Categorical, Composite, MultiCategorical, Unbounded
 
@@ -135,8 +136,14 @@ def test_wrong_action_spaces_name_the_fix():
         categorical_actor({"observation": 4}, Unbounded(3))
     with pytest.raises(ValueError, match="discrete action space MultiCategorical"):
         make_actor({"observation": 4}, MultiCategorical((2, 3)))
-    with pytest.raises(ValueError, match="bounded action spec"):
+    with pytest.raises(ValueError, match="finite bounds, got UnboundedContinuous"):
         gaussian_actor({"observation": 4}, Unbounded(3), squash=True)
+    with pytest.raises(ValueError, match="finite bounds"):
+        gaussian_actor({"observation": 4}, Bounded(-1.0, float("inf"), (3,)), squash=True)
+    with pytest.raises(ValueError, match=r"floating-point action vector, got Composite"):
+        gaussian_actor({"observation": 4}, Composite(action=Unbounded(3)))
+    with pytest.raises(ValueError, match="none of {'image': 'torch.uint8"):
+        observation_groups(Composite(image=Unbounded((4, 8, 8), dtype=torch.uint8), shape=(4,)))
     with pytest.raises(ValueError, match=r"Unknown activation 'gelu'; choose one of \['elu'"):
         GroupMLP(3, 1, activation="gelu")
 
@@ -155,6 +162,16 @@ def test_normalization_is_updated_inside_actor_and_critic():
         assert [int(m.count) for m in norms] == [42]
         torch.testing.assert_close(norms[0].mean[:2], data["a"].reshape(-1, 2).mean(0), rtol=1e-4, atol=1e-4)
     update_normalization(value_critic(groups, normalize=False), data)  # nothing to update is fine
+
+
+def test_a_shared_trunk_is_counted_once_and_a_missing_input_is_named():
+    trunk = TensorDictModule(GroupMLP(2, 4, hidden=()), in_keys=["a"], out_keys=["hidden"])
+    heads = [TensorDictModule(nn.Linear(4, 1), in_keys=["hidden"], out_keys=[name]) for name in ("x", "y")]
+    data = TensorDict(a=torch.randn(20, 2), batch_size=[20])
+    update_normalization(nn.ModuleList([TensorDictSequential(trunk, head) for head in heads]), data)
+    assert int(trunk.module.norm.count) == 20
+    with pytest.raises(KeyError, match=r"reads \['a'\], of which the data lacks \['a'\]"):
+        update_normalization(trunk, TensorDict(b=torch.zeros(3, 2), batch_size=[3]))
 
 
 def test_distribution_stays_in_float32_under_autocast():

@@ -216,3 +216,107 @@ def test_critic_stays_trainable():
     out = GAE(gamma=0.99, lmbda=0.95, value_network=critic)(td)
     assert not out["advantage"].requires_grad
     assert all(p.requires_grad for p in critic.parameters())
+
+
+def random_rollout(seed=0, heads=1, shape=(5, 12)):
+    """A rollout whose next observations are consistent, with episode ends, and a linear critic."""
+    torch.manual_seed(seed)
+    obs = torch.randn(shape[0], shape[1] + 1, 3)
+    terminated, truncated = torch.rand(*shape, 1) < 0.1, torch.rand(*shape, 1) < 0.1
+    done = terminated | truncated
+    td = TensorDict(
+        observation=obs[:, :-1],
+        next=dict(
+            observation=torch.where(done, torch.randn(*shape, 3), obs[:, 1:]),
+            reward=torch.randn(*shape, 1),
+            done=done,
+            terminated=terminated,
+            truncated=truncated,
+        ),
+        batch_size=shape,
+    )
+    critic = TensorDictModule(nn.Linear(3, heads), in_keys=["observation"], out_keys=["state_value"])
+    return td, critic
+
+
+def torchrl_advantage(td, critic, **kwargs):
+    theirs = TorchRLGAE(gamma=0.97, lmbda=0.9, value_network=critic, deactivate_vmap=True)
+    return theirs(td, **kwargs)["advantage"]
+
+
+@pytest.mark.parametrize("time_dim", [0, -2])
+def test_time_dim_of_the_call_is_obeyed(time_dim):
+    td, critic = random_rollout()
+    td = td.transpose(0, 1).contiguous()
+    ours = GAE(gamma=0.97, lmbda=0.9, value_network=critic)(td.clone(), time_dim=time_dim)["advantage"]
+    torch.testing.assert_close(ours, torchrl_advantage(td.clone(), critic, time_dim=time_dim))
+    td["next", "reward"][7, 2] = float("nan")
+    with pytest.raises(ValueError, match="at env 2, step 7 "):
+        GAE(gamma=0.97, lmbda=0.9, value_network=critic)(td, time_dim=time_dim)
+
+
+def test_n_step_data_takes_torchrls_path():
+    from torchrl.data import MultiStep
+
+    td, critic = random_rollout()
+    td = MultiStep(gamma=0.97, n_steps=3)(td)
+    ours = GAE(gamma=0.97, lmbda=0.9, value_network=critic)(td.clone())["advantage"]
+    torch.testing.assert_close(ours, torchrl_advantage(td.clone(), critic))
+
+
+def test_keyword_call_equals_the_tensordict_call():
+    td, critic = random_rollout()
+    gae = GAE(gamma=0.97, lmbda=0.9, value_network=critic)
+    expected = gae(td.clone())
+    advantage, target = gae(
+        observation=td["observation"],
+        next_observation=td["next", "observation"],
+        next_reward=td["next", "reward"],
+        next_done=td["next", "done"],
+        next_terminated=td["next", "terminated"],
+    )
+    torch.testing.assert_close(advantage, expected["advantage"])
+    torch.testing.assert_close(target, expected["value_target"])
+
+
+def test_a_critic_with_two_heads_shares_reward_and_flags_of_width_one():
+    td, critic = random_rollout(heads=2)
+    both = GAE(gamma=0.97, lmbda=0.9, value_network=critic)(td.clone())["advantage"]
+    for head in range(2):
+        one = TensorDictModule(nn.Linear(3, 1), in_keys=["observation"], out_keys=["state_value"])
+        with torch.no_grad():
+            one.module.weight.copy_(critic.module.weight[head : head + 1])
+            one.module.bias.copy_(critic.module.bias[head : head + 1])
+        torch.testing.assert_close(both[..., head : head + 1], torchrl_advantage(td.clone(), one))
+    normal = GAE(gamma=0.97, lmbda=0.9, value_network=critic, average_gae=True)(td)["advantage"]
+    torch.testing.assert_close(normal.mean((0, 1)), torch.zeros(2), rtol=0, atol=1e-6)
+    torch.testing.assert_close(normal.std((0, 1)), torch.ones(2))
+
+
+def test_standardizing_one_sample_gives_zero():
+    td, critic = random_rollout(shape=(1, 1))
+    assert GAE(gamma=0.97, lmbda=0.9, value_network=critic, average_gae=True)(td)["advantage"].item() == 0.0
+
+
+def test_frozen_layers_of_the_critic_stay_frozen():
+    td, _ = random_rollout()
+    net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+    net[1].requires_grad_(False)
+    critic = TensorDictModule(net, in_keys=["observation"], out_keys=["state_value"])
+    GAE(gamma=0.97, lmbda=0.9, value_network=critic)(td)
+    assert [p.requires_grad for p in net.parameters()] == [True, True, False, False]
+
+
+def test_a_critic_that_returns_nan_is_refused():
+    td, critic = random_rollout()
+    with torch.no_grad():
+        critic.module.weight[0, 0] = float("nan")
+    with pytest.raises(ValueError, match="'state_value' holds nan at env 0, step 0"):
+        GAE(gamma=0.97, lmbda=0.9, value_network=critic)(td)
+
+
+def test_in_the_fallback_termination_wins_over_a_time_out():
+    td = field_case(third_terminated=False)
+    td["next", "terminated"] = td["next", "truncated"].clone()
+    advantage = GAE(gamma=0.9, lmbda=0.95, value_network=identity_critic(), auto_reset_env=True)(td)["advantage"]
+    assert advantage.flatten()[2].item() == pytest.approx(-2.0)

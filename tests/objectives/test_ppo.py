@@ -246,3 +246,98 @@ def test_shared_trunk_belongs_to_the_policy():
     groups = PPOLoss(actor, critic).parameter_groups()
     assert [tuple(p.shape) for p in groups["policy"]] == [(4, 3), (4,), (2, 4), (2,)]
     assert [tuple(p.shape) for p in groups["critic"]] == [(1, 4), (1,)]
+
+
+def test_several_advantages_per_sample_are_refused():
+    actor, critic = gaussian_actor({"observation": 3}, 2), value_critic({"observation": 3})
+    td = rollout(actor, critic)
+    for advantage, shape in ((torch.zeros(6, 2), r"\(6, 2\)"), (torch.zeros(6), r"\(6,\)")):
+        with pytest.raises(ValueError, match=rf"of shape \(6, 1\), got {shape}"):
+            PPOLoss(actor, critic)(td.clone().set("advantage", advantage))
+
+
+def test_two_value_heads_keep_the_batch_shape():
+    actor, critic = gaussian_actor({"observation": 3}, 2), value_critic({"observation": 3}, num_values=2)
+    td = rollout(actor, critic, (4, 5))
+    td["value_target"] = torch.randn(4, 5, 2)
+    out = PPOLoss(actor, critic, reduction="none", clip_value=False)(td)
+    assert out["loss_critic"].shape == out["loss_objective"].shape == (4, 5)
+    expected = (critic(td.clone())["state_value"] - td["value_target"]).square().mean(-1)
+    torch.testing.assert_close(out["loss_critic"], expected)
+
+
+def test_explained_variance_compares_like_shapes_and_knows_constant_targets():
+    actor, critic = gaussian_actor({"observation": 3}, 2), value_critic({"observation": 3})
+    td, loss = rollout(actor, critic), PPOLoss(actor, critic, clip_value=False)
+    assert loss(td.clone().set("state_value", td["value_target"]))["explained_variance"].item() == 1.0
+    assert loss(td.clone().set("value_target", torch.ones(6, 1)))["explained_variance"].item() == 0.0
+    with pytest.raises(KeyError, match=r"shape of the targets \(6, 1\), got \(6,\)"):
+        loss(td.clone().set("state_value", td["value_target"].squeeze(-1)))
+
+
+def test_an_absent_action_bound_cannot_be_scheduled_in_silence():
+    actor, critic = gaussian_actor({"observation": 3}, 2), value_critic({"observation": 3})
+    with pytest.raises(AttributeError, match="built without an action bound"):
+        PPOLoss(actor, critic).action_bound_coeff = 0.5
+    loss = PPOLoss(actor, critic, action_bound_coeff=0.5)
+    loss.action_bound_coeff = 1.0
+    assert float(loss.action_bound_coeff) == 1.0
+
+
+def test_a_squashed_mean_falls_back_to_the_sampled_kl():
+    from torchrl.modules import TanhNormal
+
+    net = TensorDictModule(ScalarStdGaussian(), in_keys=["obs"], out_keys=["loc", "scale"])
+    actor = ProbabilisticActor(
+        net, in_keys=["loc", "scale"], distribution_class=TanhNormal, distribution_kwargs={"tanh_loc": True},
+        return_log_prob=True, log_prob_key="action_log_prob",
+    )  # fmt: skip
+    td = actor(TensorDict(obs=5 * torch.randn(32, 6), batch_size=[32])).detach()
+    td["advantage"] = torch.randn(32, 1)
+    assert PPOLoss(actor)(td)["kl"].abs() < 1e-4
+
+
+def test_frozen_parameters_are_in_no_group():
+    actor, critic = gaussian_actor({"observation": 3}, 2), value_critic({"observation": 3})
+    actor.module[0].module.mlp[0].requires_grad_(False)
+    critic.module.mlp[0].requires_grad_(False)
+    loss = PPOLoss(actor, critic, functional=False)
+    assert all(p.requires_grad for group in loss.parameter_groups().values() for p in group)
+    check_loss_module(loss, rollout(actor, critic))
+
+
+def test_own_names_for_mean_and_deviation_are_inputs():
+    actor, critic = gaussian_actor({"observation": 3}, 2), value_critic({"observation": 3})
+    loss = PPOLoss(actor, critic)
+    assert {"loc", "scale", "advantage", "value_target", "state_value"} <= set(loss.in_keys)
+    loss.set_keys(advantage=("a", "b"))
+    assert ("a", "b") in loss.in_keys and "advantage" not in loss.in_keys
+
+
+@pytest.mark.parametrize(
+    "options", [{"entropy_coeff": -0.1}, {"critic_coeff": -1.0}, {"action_bound_coeff": -1.0}, {"clip_value": 0.0}]
+)
+def test_negative_coefficients_are_refused(options):
+    with pytest.raises(ValueError, match=next(iter(options))):
+        PPOLoss(gaussian_actor({"observation": 3}, 2), value_critic({"observation": 3}), **options)
+
+
+def test_composite_policies_build():
+    from tensordict.nn import CompositeDistribution, set_composite_lp_aggregate
+    from torch.distributions import Categorical
+
+    with set_composite_lp_aggregate(False):
+        net = TensorDictModule(nn.Linear(3, 5), in_keys=["observation"], out_keys=[("params", "agent", "logits")])
+        actor = ProbabilisticActor(
+            net,
+            in_keys=["params"],
+            out_keys=[("agent", "action")],
+            distribution_class=CompositeDistribution,
+            distribution_kwargs={
+                "distribution_map": {"agent": Categorical}, "name_map": {"agent": ("agent", "action")}
+            },
+            return_log_prob=True,
+        )  # fmt: skip
+        loss = PPOLoss(actor, value_critic({"observation": 3}))
+        loss.set_keys(action=[("agent", "action")], sample_log_prob=[("agent", "action_log_prob")])
+        assert ("agent", "action") in loss.in_keys

@@ -175,3 +175,43 @@ def test_a_saved_schedule_of_another_kind_is_not_forced_into_this_one():
     linear = GradientStep(loss, optimizer, lr_schedule=make_lr_schedule("linear", optimizer, 10))
     linear.load_state_dict(adaptive.state_dict())
     assert linear.lr_schedule.last_epoch == 0
+
+
+@pytest.mark.parametrize("norm", [-1, 0, float("nan"), float("inf"), "1"])
+def test_clip_norms_must_be_positive_numbers(norm):
+    loss = TwoGroups()
+    with pytest.raises(ValueError, match="max_grad_norm of 'actor' must be a positive number"):
+        GradientStep(loss, torch.optim.SGD(loss.parameters(), lr=0.1), max_grad_norm=norm)
+
+
+def test_an_adaptive_schedule_without_kl_names_the_key_before_anything_is_computed():
+    loss = TwoGroups()
+    optimizer = torch.optim.SGD(loss.parameters(), lr=0.1)
+    schedule = make_lr_schedule("adaptive", optimizer, 1, target_kl=0.01)
+    step = GradientStep(loss, optimizer, lr_schedule=schedule, kl_key="my_kl")
+    with pytest.raises(KeyError, match="'my_kl'"):
+        step(loss())
+    assert loss.a.grad is None
+
+
+def test_a_gradient_norm_beyond_float32_is_called_that():
+    net = nn.Linear(4, 1)
+    step = GradientStep(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    with pytest.raises(FloatingPointError, match="Non-finite gradient norm"):
+        step(TensorDict(loss_big=(net.weight * 1e30).sum()))
+
+
+def test_a_scaler_that_never_finds_its_scale_raises():
+    loss = TwoGroups()
+    step = GradientStep(loss, torch.optim.SGD(loss.parameters(), lr=0.1), amp_dtype=torch.float16)
+    with pytest.raises(FloatingPointError, match="gradient in a"):
+        for _ in range(20):
+            step(loss(scale=torch.tensor(float("nan"))))
+    assert step.skipped == 20 and loss.a.item() == 1.0
+
+
+def test_metrics_stand_on_the_device_of_the_loss():
+    loss = TwoGroups()
+    metrics = GradientStep(loss, torch.optim.SGD(loss.parameters(), lr=0.1))(loss())
+    assert {value.device.type for value in metrics.values()} == {"cpu"}
+    assert all(isinstance(value, torch.Tensor) and value.ndim == 0 for value in metrics.values())

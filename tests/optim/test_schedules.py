@@ -56,6 +56,33 @@ def test_unknown_names_list_the_known():
         make_lr_schedule("linear", optimizer_of(), 0)
 
 
+@pytest.mark.parametrize(
+    ("name", "option", "value"),
+    [
+        ("linear", "final_fraction", -1),
+        ("step", "every", 0),
+        ("exponential", "gamma", -1),
+        ("warmup_cosine", "warmup", 0),
+    ],
+)
+def test_options_out_of_range_are_named(name, option, value):
+    with pytest.raises(ValueError, match=f"{name!r} schedule needs {option}"):
+        make_lr_schedule(name, optimizer_of(), 10, **{option: value})
+
+
+def test_groups_generators_and_named_parameters_all_train():
+    net = nn.Linear(2, 2)
+    for params in (
+        net.parameters(),
+        [{"params": net.parameters(), "lr": 1e-2}],
+        net.named_parameters(),
+        [{"params": [net.weight]}, {"params": [net.bias], "lr": 1.0}],
+    ):
+        optimizer = make_optimizer("adam", params, lr=1e-3)
+        assert sum(len(group["params"]) for group in optimizer.param_groups) == 2
+        assert all(group["fused"] for group in optimizer.param_groups)
+
+
 def test_schedules_by_hand():
     def run(name, steps, **kw):
         optimizer = optimizer_of(1.0)

@@ -8,7 +8,7 @@ from torchrl.envs import EnvBase
 
 from edenrl.envs import make_env
 from edenrl.modules import gaussian_actor
-from edenrl.training import evaluate, evaluation_batch
+from edenrl.training import evaluate
 
 
 class Countdown(EnvBase):
@@ -72,8 +72,23 @@ def test_each_environment_contributes_the_same_number_of_episodes(policy):
     assert result["row"] == 1.5 and result["success_rate"] == 0.5
 
 
-def test_batch_divides_the_episodes():
-    assert [evaluation_batch(n) for n in (1, 7, 20, 128, 129, 1000)] == [1, 7, 20, 128, 43, 125]
+def test_a_remainder_goes_to_the_first_rows(policy):
+    result = evaluate(policy, lambda n: Countdown(4), num_episodes=6)
+    # Quotas 2, 2, 1, 1 of lengths 1, 2, 3, 4.
+    assert result["episodes"] == 6 and result["length_mean"] == pytest.approx((2 * 1 + 2 * 2 + 3 + 4) / 6)
+
+
+def test_a_part_that_was_frozen_stays_frozen(policy):
+    actor = gaussian_actor({"observation": 14}, 2)
+    norm = actor.module[0].module.norm.eval()
+    evaluate(actor, lambda n: make_env("PointMass", n, seed=0), 4)
+    assert actor.training and not norm.training
+
+
+def test_a_policy_that_is_no_module():
+    env = make_env("PointMass", 2, seed=0)
+    result = evaluate(lambda td: td.set("action", torch.zeros(2, 2)), lambda n: env, 2)
+    assert result["path_length"] == 0
 
 
 def test_random_states_mode_and_statistics_are_as_before():
