@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -58,7 +59,17 @@ class Progress:
         self.quiet, self.shown = quiet, shown or {}
         self.bar = None
         if not quiet and sys.stderr.isatty():
-            self.bar = tqdm(total=total, initial=done, unit="frame", unit_scale=True, dynamic_ncols=True)
+            # Some pseudo-terminals report no size, and tqdm then draws nothing.
+            wide = os.get_terminal_size(sys.stderr.fileno()).columns > 0
+            self.bar = tqdm(
+                total=total,
+                initial=done,
+                unit="frame",
+                unit_scale=True,
+                dynamic_ncols=wide,
+                ncols=None if wide else 100,
+                nrows=None if wide else 25,
+            )
         self._began = time.monotonic()
         self._wrote_line = self._wrote_file = -math.inf
         self.last: dict[str, float] = {}
