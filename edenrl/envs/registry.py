@@ -116,14 +116,7 @@ def make_env(
 def _build(name: str, num_envs: int, device: torch.device | str, seed: int | None, kwargs: dict[str, Any]) -> EnvBase:
     if name.lower() in _REGISTRY:
         factory = _REGISTRY[name.lower()][1]
-        try:
-            inspect.signature(factory).bind(num_envs, device=device, seed=seed, **kwargs)
-        except TypeError as error:
-            raise ValueError(
-                f"The factory of {name!r} takes {inspect.signature(factory)} and was called with "
-                f"{['num_envs', 'device', 'seed', *kwargs]}: {error}. A factory takes num_envs and the keywords "
-                "device and seed; what else it takes goes in as keyword arguments (--env.kwargs.NAME VALUE)."
-            ) from error
+        _check_arguments(name, factory, num_envs, device, seed, kwargs)
         return factory(num_envs, device=device, seed=seed, **kwargs)
     prefix, colon, rest = name.partition(":")
     prefix = prefix.lower()
@@ -139,6 +132,21 @@ def _build(name: str, num_envs: int, device: torch.device | str, seed: int | Non
         if "unexpected keyword argument" not in str(error):
             raise
         raise ValueError(f"{name!r} does not take the arguments {kwargs}: {error}") from error
+
+
+def _check_arguments(name: str, factory: EnvFactory, *call: Any) -> None:
+    num_envs, device, seed, kwargs = call
+    # The metaclass of EnvBase hides the constructor's own signature.
+    function: Any = vars(factory).get("__init__", factory) if isinstance(factory, type) else factory
+    signature = inspect.signature(function)
+    try:
+        signature.bind(*([] if function is factory else [None]), num_envs, device=device, seed=seed, **kwargs)
+    except TypeError as error:
+        raise ValueError(
+            f"The factory of {name!r} takes {signature} and was called with {['num_envs', 'device', 'seed', *kwargs]}: "
+            f"{error}. A factory takes num_envs and the keywords device and seed; what else it takes goes in as "
+            "keyword arguments (--env.kwargs.NAME VALUE)."
+        ) from error
 
 
 def _check_gymnasium_id(name: str, env_id: str) -> None:

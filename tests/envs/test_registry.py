@@ -98,3 +98,23 @@ def test_import_loads_no_simulator() -> None:
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
+
+
+def test_wrong_arguments_are_refused_with_what_is_taken() -> None:
+    with pytest.raises(ValueError, match="takes .*success_bonus.* called with .*'succes_bonus'"):
+        make_env("PointMass", 2, succes_bonus=3)
+    with pytest.raises(ValueError, match="'CartPole-v1' does not take the arguments {'gravitas': 1}"):
+        make_env("CartPole-v1", 2, gravitas=1)
+    register_env("Bare", lambda num_envs: PointMass(num_envs))
+    with pytest.raises(ValueError, match="A factory takes num_envs and the keywords device and seed"):
+        make_env("Bare", 2)
+
+
+@pytest.mark.parametrize("num_envs", [0, -1, 2.5, True, "4"])
+def test_num_envs_must_be_a_positive_whole_number(num_envs: object) -> None:
+    with pytest.raises(ValueError, match="expected a whole number, at least 1"):
+        make_env("PointMass", num_envs)  # type: ignore[arg-type]
+
+
+def test_prefixes_are_taken_in_any_case() -> None:
+    assert make_env("GYM:CartPole-v1", 2).batch_size == (2,)
