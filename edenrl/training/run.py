@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -26,6 +26,11 @@ from edenrl.envs import action_saturation
 from edenrl.training.checkpoint import Checkpoints
 from edenrl.training.loggers import RunLogger
 from edenrl.training.progress import Progress, format_table
+
+try:
+    import fcntl
+except ImportError:  # Windows: two processes in one run directory go unnoticed
+    fcntl = None  # type: ignore[assignment]
 
 __all__ = ["Run", "average", "rollout_metrics", "run_script", "setup"]
 
@@ -86,6 +91,20 @@ def rollout_metrics(rollout: TensorDictBase, box: tuple[Tensor, Tensor] | None =
     if box is not None:
         out["action_saturation"] = action_saturation(rollout["action"], box)
     return out
+
+
+def _lock(path: Path) -> IO[str]:
+    """Holds a run directory for this process; the system lets go of it however the process ends."""
+    file = open(path, "w")
+    if fcntl is not None:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            raise BlockingIOError(
+                f"Another process is training in {path.parent}. Wait for it or stop it, or choose another --run_dir."
+            ) from None
+    return file
 
 
 class Run:
@@ -154,6 +173,7 @@ class Run:
                 f"{self.dir} already holds a run. Continue it with --resume {self.dir}, or choose another --run_dir."
             )
         self.dir.mkdir(parents=True, exist_ok=True)
+        self._lock = _lock(self.dir / ".lock")
         self.checkpoints.sweep()
         resumed = cfg.resume is not None and self.checkpoints.latest() is not None
         if resumed:
@@ -243,6 +263,8 @@ class Run:
         complete = error is None and self.iteration >= self.iterations
         self.progress.close("complete" if complete else "interrupted" if error is None else "failed")
         self.logger.close()
+        (self.dir / ".lock").unlink(missing_ok=True)
+        self._lock.close()
         if error is None and not self.cfg.quiet:
             print(self.summary(), flush=True)
         if error is None and self._stop is not None and not complete:

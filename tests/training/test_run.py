@@ -82,3 +82,19 @@ def test_a_run_of_ones_own(tmp_path):
             seen.append(iteration)
     assert seen == list(range(4, 10))
     assert [row["iteration"] for row in read_metrics(tmp_path / "run" / "metrics.csv")] == list(range(10))
+
+
+def test_two_processes_cannot_train_in_one_directory(tmp_path):
+    net = torch.nn.Linear(1, 1)
+    cfg = RunConfig(run_dir=str(tmp_path / "run"), resume=str(tmp_path / "run"), quiet=True)
+
+    def build():
+        return Run(cfg, "Nothing", dict(policy=net), iterations=1, frames_per_iteration=1)
+
+    with build() as run:
+        with pytest.raises(BlockingIOError, match="Another process is training in"):
+            build().__enter__()
+        for _ in run:
+            pass
+    with build():  # free again
+        pass
