@@ -1,0 +1,125 @@
+"""The base of every configuration class, the types of its fields, and how mistakes are worded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from difflib import SequenceMatcher
+from typing import Annotated, Any
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+
+def refuse(message: str) -> PydanticCustomError:
+    """An error that pydantic reports with this message alone."""
+    # A custom error keeps the message free of pydantic's "Value error," prefix and of its link.
+    return PydanticCustomError("edenrl", "{message}", {"message": message})
+
+
+def _number(value: Any) -> Any:
+    """Read text such as ``"1e6"`` as a number, for whole numbers too; anything else is left for pydantic to judge."""
+    if isinstance(value, bool):
+        raise refuse("expected a number, not a boolean")
+    if isinstance(value, str):
+        for convert in (int, float):  # int first: a large seed would lose digits as a float
+            try:
+                return convert(value)
+            except ValueError:
+                continue
+    return value
+
+
+def _json_values(value: dict[str, Any]) -> dict[str, Any]:
+    """Copy `value` through JSON, so that what runs is exactly what ``config.json`` stores."""
+    try:
+        copied: dict[str, Any] = json.loads(json.dumps(value, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise refuse(
+            f"not storable as JSON ({error}); use numbers, strings, booleans, null, lists and objects only"
+        ) from None
+    return copied
+
+
+Count = Annotated[int, BeforeValidator(_number), Field(ge=1)]
+Seed = Annotated[int, BeforeValidator(_number), Field(ge=0)]
+Positive = Annotated[float, BeforeValidator(_number), Field(gt=0)]
+NonNegative = Annotated[float, BeforeValidator(_number), Field(ge=0)]
+Fraction = Annotated[float, BeforeValidator(_number), Field(ge=0, le=1)]
+Name = Annotated[str, Field(min_length=1)]
+Groups = Annotated[tuple[Name, ...] | None, Field(min_length=1)]  # None: every group
+JsonDict = Annotated[dict[str, Any], AfterValidator(_json_values)]
+
+
+def closest(word: str, candidates: Iterable[str]) -> list[tuple[float, str]]:
+    """Candidates with their similarity to `word` in [0, 1], closest first; the part after the last dot counts too."""
+
+    def similarity(candidate: str) -> float:
+        names = (candidate, candidate.rpartition(".")[2])
+        return max(SequenceMatcher(None, word.lower(), name.lower()).ratio() for name in names)
+
+    # The sort is stable: equally close candidates stay in the order of definition.
+    return sorted(((similarity(candidate), candidate) for candidate in candidates), key=lambda pair: -pair[0])
+
+
+class Config(BaseModel):
+    """Base of every configuration class: no unknown field, checked on assignment, JSON round trip.
+
+    A subclass lists its fields with a docstring under each; the docstring is the description that ``--help`` shows.
+    A check that spans several fields runs when the object that owns it is built or one of its own fields is assigned.
+
+    Raises:
+        pydantic.ValidationError: (a ``ValueError``) for a value out of range, named by its dotted path, or for an
+            unknown field, with the valid fields of that class, closest spelling first.
+
+    Examples:
+        >>> from edenrl.config import PPOConfig
+        >>> PPOConfig(gamma=0.98).gamma
+        0.98
+        >>> PPOConfig.model_validate_json(PPOConfig(epochs=3).model_dump_json()).epochs
+        3
+        >>> PPOConfig().gama = 0.98  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        ...
+        ValueError: unknown field 'gama' in PPOConfig; did you mean 'gamma'? Valid fields: gamma, ...
+    """
+
+    model_config = ConfigDict(
+        extra="forbid",
+        validate_assignment=True,
+        validate_default=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+    )
+
+    @classmethod
+    def _unknown_field(cls, name: str) -> str:
+        ranked = closest(name, cls.model_fields)
+        hint = f"; did you mean '{ranked[0][1]}'?" if ranked and ranked[0][0] >= 0.6 else "."
+        return f"unknown field '{name}' in {cls.__name__}{hint} Valid fields: {', '.join(field for _, field in ranked)}"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown_fields(cls, data: Any) -> Any:
+        unknown = [key for key in data if key not in cls.model_fields] if isinstance(data, Mapping) else []
+        if unknown:
+            raise refuse("\n".join(cls._unknown_field(str(key)) for key in unknown))
+        return data
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not name.startswith("_") and name not in type(self).model_fields:
+            raise ValueError(self._unknown_field(name))
+        before = self.__dict__.copy()
+        try:
+            super().__setattr__(name, value)
+        except ValidationError:
+            self.__dict__.update(before)  # pydantic leaves the refused value in place when an after-check fails
+            raise

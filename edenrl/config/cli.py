@@ -1,0 +1,282 @@
+"""Configurations as files and on the command line."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, TypeVar, cast, get_args, get_origin
+
+from pydantic import (
+    Field,
+    ValidationError,
+    create_model,
+)
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, CliSettingsSource, SettingsError
+
+from edenrl._files import write_atomic
+from edenrl.config.base import Config, closest
+
+ConfigT = TypeVar("ConfigT", bound=Config)
+
+
+def save_config(cfg: Config, path: str | os.PathLike[str]) -> None:
+    """Write `cfg` to `path` as JSON, atomically: a reader finds the old file or the new one, never half of one.
+
+    Paths are stored as they were given. Missing folders are created.
+
+    Examples:
+        >>> import tempfile
+        >>> from edenrl.config import EnvConfig, load_config, save_config
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_config(EnvConfig(num_envs=8), f"{folder}/env.json")
+        ...     load_config(EnvConfig, f"{folder}/env.json").num_envs
+        8
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, cfg.model_dump_json(indent=2) + "\n")
+
+
+def load_config(cls: type[ConfigT], path: str | os.PathLike[str]) -> ConfigT:
+    """Read what ``save_config`` wrote; fields the file does not name take their defaults.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: if it is not JSON, or not a valid `cls`; the message names the file and each wrong field.
+    """
+    values = _read_json(path)
+    try:
+        return cls.model_validate(values)
+    except ValidationError as error:
+        raise ValueError(f"{os.fspath(path)} is not a valid {cls.__name__}:\n{_describe(error)}") from None
+
+
+def _read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
+    try:
+        values = json.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{os.fspath(path)}: no such file") from None
+    except ValueError as error:
+        raise ValueError(f"{os.fspath(path)} is not readable as JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{os.fspath(path)} must hold one JSON object of fields, got {type(values).__name__}")
+    return values
+
+
+def _describe(error: ValidationError, limit: int = 10) -> str:
+    """One line per mistake, with its dotted path: at most `limit` of them, so that they fit on one screen."""
+    lines = []
+    for item in error.errors(include_url=False):
+        path, given = ".".join(map(str, item["loc"])), item["input"]
+        value = f" = {given!r}" if isinstance(given, str | int | float | None) else ""
+        for message in item["msg"].split("\n"):
+            lines.append(f"  {path}{value}: {message}" if path else f"  {message}")
+    more = [f"  ... and {len(lines) - limit} more"] if len(lines) > limit else []
+    return "\n".join(lines[:limit] + more)
+
+
+def _leaves(cls: type[Config], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Every field that holds a value rather than another config, by dotted name."""
+    for name, field in cls.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Config):
+            yield from _leaves(field.annotation, f"{prefix}{name}.")
+        else:
+            yield prefix + name, field
+
+
+def _containers(cls: type[Config], kind: type) -> list[str]:
+    """Dotted names of the fields that hold a `kind` (dict or tuple), or a `kind` or None."""
+    return [
+        name
+        for name, field in _leaves(cls)
+        if kind in (get_origin(field.annotation), *map(get_origin, get_args(field.annotation)))
+    ]
+
+
+def _defaults(cls: type[Config]) -> dict[str, Any]:
+    """Class defaults as nested values, so that naming one field of a nested config keeps its siblings' defaults."""
+    values = {name: field.get_default(call_default_factory=True) for name, field in cls.model_fields.items()}
+    return {
+        name: value.model_dump() if isinstance(value, Config) else value
+        for name, value in values.items()
+        if not cls.model_fields[name].is_required()
+    }
+
+
+def _merge(
+    base: Mapping[str, Any], new: Mapping[str, Any], whole: Collection[str] = (), path: str = ""
+) -> dict[str, Any]:
+    """`base` overridden by `new`, key by key; dictionaries named in `whole` are values and are replaced entirely."""
+    merged = dict(base)
+    for key, value in new.items():
+        old, here = merged.get(key), path + key
+        nested = isinstance(value, Mapping) and isinstance(old, Mapping) and here not in whole
+        merged[key] = _merge(cast("Mapping[str, Any]", old), value, whole, f"{here}.") if nested else value
+    return merged
+
+
+def _literal(text: str) -> Any:
+    """A dictionary entry as typed: JSON when it is JSON, Python's True/False/None, otherwise the text."""
+    named = {"true": True, "false": False, "none": None}
+    try:
+        return named[text.lower()] if text.lower() in named else json.loads(text)
+    except ValueError:
+        return text
+
+
+def _split_argv(cls: type[Config], argv: Sequence[str]) -> tuple[list[str], dict[str, Any], dict[str, Any]]:
+    """Prepare `argv` for the parser: (``--flag=value`` tokens, dictionaries and tuples, single dictionary entries).
+
+    Joining a flag with its value lets argparse accept negative numbers. Containers are read here because the parser
+    does not know ``--env.kwargs.KEY VALUE``, nor, in some versions, ``64,64``.
+    """
+    bools = {f"--{name}" for name, field in _leaves(cls) if field.annotation is bool}
+    tuples = {f"--{name}" for name in _containers(cls, tuple)}
+    dicts = [f"--{name}" for name in _containers(cls, dict)]
+    tokens: list[str] = []
+    whole: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
+    queue = list(argv)
+    while queue:
+        flag, given, value = queue.pop(0).partition("=")
+        if not flag.startswith("--") or flag == "--help":
+            tokens.append(flag + given + value)
+            continue
+        if not given and queue and not queue[0].startswith("--"):
+            given, value = "=", queue.pop(0)
+        elif not given and flag in bools:
+            given, value = "=", "true"
+        if given and flag in tuples:
+            content = _literal(value) if value.startswith("[") or value == "None" else value.split(",")
+            whole = _merge(whole, _nest(flag, content))
+        elif given and flag in dicts:
+            content = _literal(value)
+            if not isinstance(content, dict):
+                raise ValueError(
+                    f"{flag} expects a JSON object such as '{{\"key\": 1}}', got {value!r}; "
+                    f"{flag}.KEY VALUE sets a single entry"
+                )
+            whole = _merge(whole, _nest(flag, content), [flag[2:]])
+        elif given and any(flag.startswith(f"{name}.") for name in dicts):
+            entries = _merge(entries, _nest(flag, _literal(value)))
+        else:
+            tokens.append(flag + given + value)
+    return tokens, whole, entries
+
+
+def _nest(flag: str, value: Any) -> dict[str, Any]:
+    for key in reversed(flag[2:].split(".")):
+        value = {key: value}
+    return cast("dict[str, Any]", value)
+
+
+def parse_cli(
+    cls: type[ConfigT],
+    argv: Sequence[str] | None = None,
+    *,
+    presets: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+    prog: str | None = None,
+) -> ConfigT:
+    """Build a `cls` from the command line.
+
+    Every field is a flag under its dotted name: ``--algorithm.gamma 0.98``, ``--algorithm.actor_hidden 64,64``,
+    ``--env.kwargs.success_bonus 30``, ``--quiet``, ``--algorithm.clip_value false``, ``--run_dir None``.
+    ``--config FILE`` starts from a saved configuration, ``--resume RUN_DIR`` from the one of a run to continue, which
+    also becomes ``run_dir``. From lowest to highest precedence: class defaults, the preset of the environment (only
+    without ``--config`` and ``--resume``), the file, the command line. A dictionary such as ``env.kwargs`` is replaced
+    by a higher layer that names it; ``--env.kwargs.KEY`` changes one entry of what is there.
+
+    A file that a resumed run wrote names that run's directory; ``--config`` leaves ``resume`` and ``run_dir`` of such a
+    file out, so that a new run never writes into the old one.
+
+    Args:
+        cls: the configuration class.
+        argv: arguments without the program's name; default ``sys.argv[1:]``.
+        presets: nested field values by environment name, matched without regard to case or a leading ``gym:``.
+        prog: program name in messages; default that of ``sys.argv[0]``.
+
+    Raises:
+        SystemExit: with code 2 after a short message on stderr for any wrong input; with code 0 after ``--help``.
+
+    Examples:
+        >>> from edenrl.config import RunConfig, parse_cli
+        >>> presets = {"HalfCheetah-v5": {"total_frames": 1_000_000, "env": {"num_envs": 16}}}
+        >>> config = parse_cli(RunConfig, ["--env.name", "HalfCheetah-v5", "--env.num_envs", "8"], presets=presets)
+        >>> config.total_frames, config.env.num_envs
+        (1000000, 8)
+    """
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        usage="%(prog)s [--config FILE | --resume RUN_DIR] [--FIELD VALUE ...]",
+        description=(cls.__doc__ or "").split("\n")[0],
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", metavar="FILE", help="JSON file to start from; other flags override it")
+    # The source turns fields into flags, and flags into values; it reads no environment variable.
+    source: CliSettingsSource[Any] = CliSettingsSource(
+        _with_shown_defaults(cls), root_parser=parser, cli_avoid_json=True, cli_hide_none_type=True
+    )
+    try:
+        tokens, whole, entries = _split_argv(cls, sys.argv[1:] if argv is None else argv)
+        namespace, unknown = parser.parse_known_args(tokens)
+        if unknown:
+            flags = ["--config", *(f"--{name}" for name, _ in _leaves(cls))]
+            raise ValueError("\n".join(_unknown_argument(token, flags) for token in unknown[:10]))
+        file, typed = namespace.config, _merge(source(parsed_args=namespace)(), whole)
+        return cls.model_validate(_merge(_layers(cls, file, typed, presets), entries))
+    except ValidationError as error:
+        parser.error(f"invalid configuration\n{_describe(error)}")
+    except (OSError, ValueError, SettingsError) as error:
+        parser.error(str(error))
+
+
+def _with_shown_defaults(cls: type[Config]) -> type[BaseSettings]:
+    """`cls` with its factories already called, because ``--help`` shows the values of instances only."""
+    shown: dict[str, Any] = {
+        name: (field.annotation, Field(field.get_default(call_default_factory=True), description=field.description))
+        for name, field in cls.model_fields.items()
+        if field.default_factory is not None
+    }
+    # The source only looks at the fields, so any model serves as its settings class.
+    return cast("type[BaseSettings]", create_model(cls.__name__, __base__=cls, **shown))
+
+
+def _layers(
+    cls: type[Config], file: str | None, typed: Mapping[str, Any], presets: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Class defaults, then the preset or the file, then what was typed."""
+    whole, values = _containers(cls, dict), _defaults(cls)
+    resume = typed.get("resume")
+    if file is not None and resume is not None:
+        raise ValueError("give --config or --resume, not both: a resumed run starts from its own config.json")
+    if resume is not None:
+        if not Path(resume).is_dir():
+            raise FileNotFoundError(f"--resume {resume}: no such directory; give the directory of an earlier run")
+        layer = _read_json(Path(resume) / "config.json") | {"resume": resume, "run_dir": resume}
+    elif file is not None:
+        layer = _read_json(file)
+        if layer.pop("resume", None) is not None:
+            layer.pop("run_dir", None)
+    else:
+        env_name = _merge(values, typed).get("env", {}).get("name", "")
+        layer = next((dict(preset) for name, preset in presets.items() if _env_key(name) == _env_key(env_name)), {})
+    return _merge(_merge(values, layer, whole), typed, whole)
+
+
+def _env_key(name: str) -> str:
+    return name.lower().removeprefix("gym:")
+
+
+def _unknown_argument(token: str, flags: Sequence[str]) -> str:
+    flag = token.partition("=")[0]
+    if not flag.startswith("-"):
+        return f"unexpected argument '{token}'; every value follows its flag, as in --seed 2"
+    near = [name for score, name in closest(flag.lstrip("-"), [name[2:] for name in flags])[:3] if score >= 0.5]
+    hint = f"closest: {', '.join('--' + name for name in near)}" if near else "--help lists every flag"
+    return f"unknown flag {flag}; {hint}"
