@@ -428,6 +428,42 @@ def test_resume_starts_from_the_run_and_takes_overrides(tmp_path: Path) -> None:
     assert config.algorithm.gamma == 0.9
 
 
+def test_resuming_into_another_directory_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_config(TrainPPO(), tmp_path / "config.json")
+    error = refused(capsys, "--resume", str(tmp_path), "--run_dir", str(tmp_path / "other"))
+    assert "resume and run_dir name two directories" in error and f"--config {tmp_path}/config.json" in error
+    assert parse_cli(TrainPPO, ["--resume", str(tmp_path), "--run_dir", f"{tmp_path}/"]).run_dir == str(tmp_path)
+
+
+def test_what_a_resumed_run_may_change(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kwargs = {"bonus": 1, "terrain": {"kind": "flat"}}
+    save_config(TrainPPO(env=EnvConfig(kwargs=kwargs)), tmp_path / "config.json")
+    resume = ("--resume", str(tmp_path))
+    error = refused(capsys, *resume, "--seed=2", "--env.kwargs.terrain.kind=rough", "--env.kwargs.goal=3")
+    assert (
+        "cannot change seed (was 1, now 2), env.kwargs.terrain.kind (was 'flat', now 'rough'), "
+        "env.kwargs.goal (was None, now 3)" in error
+    )
+    free = ("--total_frames=9", "--device=cpu", "--quiet", "--logger.kind=wandb", "--checkpoint.keep_last=7")
+    assert parse_cli(TrainPPO, [*resume, *free]).checkpoint.keep_last == 7
+    restart = ("--resume_schedule=restart", "--algorithm.lr=2e-3", "--algorithm.desired_kl=0.1")
+    assert parse_cli(TrainPPO, [*resume, *restart]).algorithm.lr == 2e-3
+    assert "cannot change algorithm.gamma" in refused(capsys, *resume, *restart, "--algorithm.gamma=0.5")
+
+
+def test_a_field_that_an_older_file_lacks_has_its_default_on_both_sides(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"seed": 3}')
+    assert parse_cli(TrainPPO, ["--resume", str(tmp_path)]).seed == 3
+
+
+def test_a_path_may_start_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    save_config(TrainPPO(seed=3), tmp_path / "config.json")
+    assert parse_cli(TrainPPO, ["--run_dir=~/run"]).run_dir == str(tmp_path / "run")
+    assert parse_cli(TrainPPO, ["--config=~/config.json"]).seed == 3
+    assert parse_cli(TrainPPO, ["--resume=~"]).resume == str(tmp_path)
+
+
 def test_config_of_a_resumed_run_starts_a_new_run(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     save_config(TrainPPO(seed=4, resume="runs/old", run_dir="runs/old"), path)
@@ -463,6 +499,7 @@ def test_config_of_a_resumed_run_starts_a_new_run(tmp_path: Path) -> None:
         (["--config", "absent.json"], "absent.json: no such file"),
         (["--resume", "absent"], "--resume absent: no such directory"),
         (["--config", "a", "--resume", "b"], "give --config or --resume, not both"),
+        (["--run_dir", "~nobody-here/x"], "give the path in full"),
     ],
 )
 def test_wrong_command_lines(capsys: pytest.CaptureFixture[str], argv: list[str], expected: str) -> None:

@@ -21,6 +21,8 @@ from pydantic_settings import BaseSettings, CliSettingsSource, SettingsError
 
 from edenrl._files import write_atomic
 from edenrl.config.base import Config, closest
+from edenrl.config.resume import refuse_changes
+from edenrl.config.run import RunConfig
 
 ConfigT = TypeVar("ConfigT", bound=Config)
 
@@ -50,14 +52,20 @@ def load_config(cls: type[ConfigT], path: str | os.PathLike[str]) -> ConfigT:
         FileNotFoundError: if there is no such file.
         ValueError: if it is not JSON, or not a valid `cls`; the message names the file and each wrong field.
     """
-    values = _read_json(path)
+    values = read_config(path)
     try:
         return cls.model_validate(values)
     except ValidationError as error:
         raise ValueError(f"{os.fspath(path)} is not a valid {cls.__name__}:\n{_describe(error)}") from None
 
 
-def _read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
+def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The fields in a file that ``save_config`` wrote, not yet checked: for a reader that must still find the class.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: if it does not hold one JSON object; the message names the file.
+    """
     try:
         values = json.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -192,8 +200,9 @@ def parse_cli(
     without ``--config`` and ``--resume``), the file, the command line. A dictionary such as ``env.kwargs`` is replaced
     by a higher layer that names it; ``--env.kwargs.KEY`` changes one entry of what is there.
 
-    A file that a resumed run wrote names that run's directory; ``--config`` leaves ``resume`` and ``run_dir`` of such a
-    file out, so that a new run never writes into the old one.
+    A resumed run cannot change what its restored state would overrule, see ``refuse_changes``. The ``config.json`` of a
+    run does not name its directory, so that ``--config RUN/config.json`` starts a new run beside it; ``resume`` and the
+    ``run_dir`` of a file that names both are left out as well.
 
     Args:
         cls: the configuration class.
@@ -229,7 +238,11 @@ def parse_cli(
             flags = ["--config", *(f"--{name}" for name, _ in _leaves(cls))]
             raise ValueError("\n".join(_unknown_argument(token, flags) for token in unknown[:10]))
         file, typed = namespace.config, _merge(source(parsed_args=namespace)(), whole)
-        return cls.model_validate(_merge(_layers(cls, file, typed, presets), entries))
+        cfg = cls.model_validate(_merge(_layers(cls, file, typed, presets), entries))
+        if isinstance(cfg, RunConfig) and cfg.resume is not None:
+            path = Path(cfg.resume) / "config.json"
+            refuse_changes(cast("RunConfig", load_config(cls, path)), cfg, str(path))
+        return cfg
     except ValidationError as error:
         parser.error(f"invalid configuration\n{_describe(error)}")
     except (OSError, ValueError, SettingsError) as error:
@@ -256,11 +269,12 @@ def _layers(
     if file is not None and resume is not None:
         raise ValueError("give --config or --resume, not both: a resumed run starts from its own config.json")
     if resume is not None:
-        if not Path(resume).is_dir():
+        folder = Path(os.path.expanduser(resume))
+        if not folder.is_dir():
             raise FileNotFoundError(f"--resume {resume}: no such directory; give the directory of an earlier run")
-        layer = _read_json(Path(resume) / "config.json") | {"resume": resume, "run_dir": resume}
+        layer = read_config(folder / "config.json") | {"resume": resume, "run_dir": resume}
     elif file is not None:
-        layer = _read_json(file)
+        layer = read_config(os.path.expanduser(file))
         if layer.pop("resume", None) is not None:
             layer.pop("run_dir", None)
     else:

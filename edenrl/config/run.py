@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from pydantic import (
-    Field,
-    model_validator,
-)
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from edenrl.config.base import Config, Count, JsonDict, Name, Positive, Seed, refuse
+
+
+def _folder(value: str) -> str:
+    """`value` with its home directory written out; neither it nor a parent may be a file."""
+    try:
+        path = Path(value).expanduser()
+    except RuntimeError as error:
+        raise refuse(f"{error}; give the path in full") from None
+    for part in (path, *path.parents):
+        if part.exists() and not part.is_dir():
+            raise refuse(f"{part} is a file; give the path of a directory")
+    return str(path)
+
+
+Folder = Annotated[Name, AfterValidator(_folder)]
+# What a factory of environments is given beside the keyword arguments, and the flag that sets it.
+_OWN_FLAGS = {"name": "env.name", "num_envs": "env.num_envs", "vectorization": "env.vectorization"}
+_OWN_FLAGS |= {"device": "device", "seed": "seed"}
 
 
 class EnvConfig(Config):
@@ -28,6 +44,14 @@ class EnvConfig(Config):
     """Factor on the reward the learner sees; evaluation reports the unscaled return."""
     action_mode: Literal["clip", "squash", "none"] = "clip"
     """How an action reaches its bounds: clipped, squashed by tanh, or passed as it is."""
+
+    @field_validator("kwargs")
+    @classmethod
+    def _check_kwargs(cls, kwargs: dict[str, Any]) -> dict[str, Any]:
+        for name, flag in _OWN_FLAGS.items():
+            if name in kwargs:
+                raise refuse(f"{name!r} has a flag of its own: set --{flag} instead of --env.kwargs.{name}")
+        return kwargs
 
 
 class EvaluationConfig(Config):
@@ -76,9 +100,9 @@ class RunConfig(Config):
     """Environment steps to train for, summed over environments; 1e6 and 1_000_000 are read as well."""
     device: Name = "auto"
     """Torch device such as cpu or cuda:0; auto takes the accelerator when there is one."""
-    run_dir: Name | None = None
+    run_dir: Folder | None = None
     """Directory of this run; None: runs/<algorithm>-<env>-s<seed>-<time>."""
-    resume: Name | None = None
+    resume: Folder | None = None
     """Run directory to continue: its config.json is the base, and it becomes run_dir."""
     resume_schedule: Literal["restore", "restart"] = "restore"
     """On resume, restore the learning-rate schedule or restart it over the remaining updates."""
@@ -94,6 +118,17 @@ class RunConfig(Config):
     """Checkpoints."""
     logger: LoggerConfig = Field(default_factory=LoggerConfig)
     """Logging."""
+
+    @model_validator(mode="after")
+    def _check_folders(self) -> RunConfig:
+        if self.resume is not None and self.run_dir is not None:
+            resumed, written = (Path(folder).resolve() for folder in (self.resume, self.run_dir))
+            if resumed != written:
+                raise refuse(
+                    f"resume and run_dir name two directories, {self.resume} and {self.run_dir}; a resumed run goes on "
+                    f"in its own. Leave run_dir out, or start a new run with --config {self.resume}/config.json"
+                )
+        return self
 
     @model_validator(mode="after")
     def _check_minibatches(self) -> RunConfig:

@@ -10,6 +10,7 @@ import shlex
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -21,7 +22,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 from torchrl.checkpoint import CheckpointError, GlobalRNGState
 
-from edenrl.config import RunConfig, save_config
+from edenrl.config import RunConfig, load_config, refuse_changes, save_config
 from edenrl.envs import action_saturation
 from edenrl.training.checkpoint import Checkpoints
 from edenrl.training.loggers import RunLogger
@@ -95,16 +96,23 @@ def rollout_metrics(rollout: TensorDictBase, box: tuple[Tensor, Tensor] | None =
 
 def _lock(path: Path) -> IO[str]:
     """Holds a run directory for this process; the system lets go of it however the process ends."""
-    file = open(path, "w")
-    if fcntl is not None:
+    while True:
+        file = open(path, "w")
+        if fcntl is None:
+            return file
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Its owner may have removed the file between the two calls above: such a lock would keep nobody out.
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                return file
+        except FileNotFoundError:
+            pass
         except BlockingIOError:
             file.close()
             raise BlockingIOError(
                 f"Another process is training in {path.parent}. Wait for it or stop it, or choose another --run_dir."
             ) from None
-    return file
+        file.close()
 
 
 class Run:
@@ -143,7 +151,7 @@ class Run:
         self.frames_per_iteration, self._evaluate = frames_per_iteration, evaluate
         stamp = time.strftime("%Y%m%d-%H%M%S")
         env_name = "".join(c if c.isalnum() or c in "-_." else "_" for c in cfg.env.name)
-        self.dir = Path(cfg.run_dir or f"runs/{algorithm.lower()}-{env_name}-s{cfg.seed}-{stamp}")
+        self.dir = Path(cfg.resume or cfg.run_dir or f"runs/{algorithm.lower()}-{env_name}-s{cfg.seed}-{stamp}")
         self.iteration = 0
         self.elapsed = 0.0
         self.evaluation: dict[str, float] = {}
@@ -155,6 +163,8 @@ class Run:
         )
         self.interval = cfg.checkpoint.interval_iterations or max(iterations // 10, 1)
         self._stop: str | None = None
+        self._lock: IO[str] | None = None
+        self._handlers: dict[int, Any] = {}
         self._row: dict[str, float] = {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -174,12 +184,28 @@ class Run:
             )
         self.dir.mkdir(parents=True, exist_ok=True)
         self._lock = _lock(self.dir / ".lock")
+        try:
+            self._begin()
+        except BaseException as error:
+            self._report(error)
+            self._unlock()
+            raise
+        return self
+
+    def _begin(self) -> None:
+        """What entering does while it holds the directory."""
+        cfg, config = self.cfg, self.dir / "config.json"
+        if cfg.resume is not None and config.exists():
+            refuse_changes(load_config(type(cfg), config), cfg, str(config))
         self.checkpoints.sweep()
         resumed = cfg.resume is not None and self.checkpoints.latest() is not None
         if resumed:
             self.checkpoints.load()
             self._began = time.monotonic()
-        save_config(cfg.model_copy(update={"resume": None, "run_dir": str(self.dir)}), self.dir / "config.json")
+        # Where the run lies is not part of it: the file must fit a moved run, and a new run that starts from it.
+        once: dict[str, Any] = {"resume": None, "run_dir": None, "resume_schedule": "restore"}
+        save_config(cfg.model_copy(update=once), config)
+        (self.dir / "error.txt").unlink(missing_ok=True)
         self.logger = RunLogger(
             self.dir,
             kind=cfg.logger.kind,
@@ -200,12 +226,10 @@ class Run:
             self.progress.say(f"Resumed {self.dir} at iteration {self.iteration} of {self.iterations}.")
         elif cfg.resume is not None:
             self.progress.say(f"{self.dir} has no checkpoint yet: starting from the beginning with its config.json.")
-        self._handlers: dict[int, Any] = {}
         for number in (signal.SIGINT, signal.SIGTERM):
             # Only the main thread may install handlers; elsewhere Ctrl-C keeps its default meaning.
             with contextlib.suppress(ValueError):
                 self._handlers[number] = signal.signal(number, self._request_stop)
-        return self
 
     @property
     def remaining(self) -> int:
@@ -263,12 +287,30 @@ class Run:
         complete = error is None and self.iteration >= self.iterations
         self.progress.close("complete" if complete else "interrupted" if error is None else "failed")
         self.logger.close()
-        (self.dir / ".lock").unlink(missing_ok=True)
-        self._lock.close()
+        if error is not None:
+            self._report(error)
+        self._unlock()
         if error is None and not self.cfg.quiet:
             print(self.summary(), flush=True)
         if error is None and self._stop is not None and not complete:
             raise SystemExit(130)
+
+    def _report(self, error: BaseException) -> None:
+        """Leaves the traceback in the run directory, and on the error what ``run_script`` says about it."""
+        if not isinstance(error, Exception):
+            return
+        path = self.dir / "error.txt"
+        lines = traceback.format_exception(type(error), error, error.__traceback__)
+        with contextlib.suppress(OSError):  # a full disk must not hide the error
+            path.write_text(f"Iteration {self.iteration} of {self.iterations}\n{''.join(lines)}", encoding="utf-8")
+            vars(error)["edenrl_report"] = f"iteration {self.iteration}; the full traceback is in {path}"
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            # Removed while it is held: afterwards it could be another process's.
+            (self.dir / ".lock").unlink(missing_ok=True)
+            self._lock.close()
+            self._lock = None
 
     def summary(self) -> str:
         """The table a run ends with."""
@@ -299,7 +341,7 @@ class Run:
 def run_script(main: Callable[[], Any]) -> None:
     """Runs a script's ``main``; foreseen errors end in one readable message and exit status 1.
 
-    Set ``EDENRL_TRACEBACK=1`` for the full traceback.
+    Set ``EDENRL_TRACEBACK=1`` for the full traceback; an error within a run also leaves it in ``RUN/error.txt``.
     """
     try:
         main()
@@ -310,7 +352,8 @@ def run_script(main: Callable[[], Any]) -> None:
         if not foreseen:
             raise
         text = error.args[0] if isinstance(error, KeyError) and error.args else error
-        print(f"error: {text}\n(EDENRL_TRACEBACK=1 shows where it came from)", file=sys.stderr)
+        where = vars(error).get("edenrl_report", "EDENRL_TRACEBACK=1 shows where it came from")
+        print(f"error: {text}\n({where})", file=sys.stderr)
         raise SystemExit(1) from None
     except KeyboardInterrupt:
         print("Stopped at once; resume from the last checkpoint with --resume RUN_DIR.", file=sys.stderr)
