@@ -550,6 +550,29 @@ def test_help_shows_every_flag_description_and_default(
     assert "JSON string" not in text and "factory" not in text
 
 
+@pytest.mark.parametrize("argv", [["--env.name", "halfcheetah-V5", "--help"], ["-h", "--env.name=HalfCheetah-v5"]])
+def test_help_shows_the_preset_of_the_environment_and_marks_it(
+    argv: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit) as exit_info:
+        parse_cli(TrainPPO, argv, presets=PRESETS)
+    assert exit_info.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "Defaults marked [preset] are those of the preset for half" in text.replace("HalfC", "halfc")
+    assert "Environments stepped together. [preset] (default: 16)" in text
+    assert "[preset] (default: 3000000)" in text and "[preset] (default: {'a': 1})" in text
+    assert "Seed of networks, environments and sampling. (default: 1)" in text
+    assert text.count("[preset] (default: ") == 5
+
+
+def test_help_without_a_preset_or_with_a_file_shows_the_class(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv in (["--env.name=Ant-v5"], ["--env.name=HalfCheetah-v5", "--config=x.json"]):
+        with pytest.raises(SystemExit):
+            parse_cli(TrainPPO, [*argv, "--help"], presets=PRESETS)
+        assert "[preset]" not in capsys.readouterr().out
+
+
 def test_help_does_not_import_torch() -> None:
     script = "import sys; import edenrl.config; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True)

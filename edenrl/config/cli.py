@@ -227,12 +227,16 @@ def parse_cli(
         allow_abbrev=False,
     )
     parser.add_argument("--config", metavar="FILE", help="JSON file to start from; other flags override it")
-    # The source turns fields into flags, and flags into values; it reads no environment variable.
-    source: CliSettingsSource[Any] = CliSettingsSource(
-        _with_shown_defaults(cls), root_parser=parser, cli_avoid_json=True, cli_hide_none_type=True
-    )
     try:
         tokens, whole, entries = _split_argv(cls, sys.argv[1:] if argv is None else argv)
+        shown = cls
+        if {"--help", "-h"} & {*tokens}:
+            shown, note = _help_class(cls, tokens, presets)
+            parser.description = f"{parser.description}{note}"
+        # The source turns fields into flags, and flags into values; it reads no environment variable.
+        source: CliSettingsSource[Any] = CliSettingsSource(
+            cast("type[BaseSettings]", shown), root_parser=parser, cli_avoid_json=True, cli_hide_none_type=True
+        )
         namespace, unknown = parser.parse_known_args(tokens)
         if unknown:
             flags = ["--config", *(f"--{name}" for name, _ in _leaves(cls))]
@@ -249,15 +253,32 @@ def parse_cli(
         parser.error(str(error))
 
 
-def _with_shown_defaults(cls: type[Config]) -> type[BaseSettings]:
-    """`cls` with its factories already called, because ``--help`` shows the values of instances only."""
-    shown: dict[str, Any] = {
-        name: (field.annotation, Field(field.get_default(call_default_factory=True), description=field.description))
-        for name, field in cls.model_fields.items()
-        if field.default_factory is not None
-    }
-    # The source only looks at the fields, so any model serves as its settings class.
-    return cast("type[BaseSettings]", create_model(cls.__name__, __base__=cls, **shown))
+def _help_class(
+    cls: type[ConfigT], tokens: Sequence[str], presets: Mapping[str, Mapping[str, Any]]
+) -> tuple[type[ConfigT], str]:
+    """`cls` as ``--help`` shows it: with the preset of the environment on the command line, and a note on that."""
+    typed = dict(token[2:].split("=", 1) for token in tokens if token.startswith("--") and "=" in token)
+    values = _defaults(cls)
+    env_name = typed.get("env.name", values.get("env", {}).get("name", ""))
+    preset = {} if {"config", "resume"} & typed.keys() else _preset(env_name, presets)
+    note = f" Defaults marked [preset] are those of the preset for {env_name}." if preset else ""
+    return _with_defaults(cls, _merge(values, preset, _containers(cls, dict)), preset), note
+
+
+def _with_defaults(cls: type[ConfigT], values: Mapping[str, Any], preset: Mapping[str, Any]) -> type[ConfigT]:
+    """`cls` with other defaults, marked where a preset names them; help shows the values of instances only."""
+    fields: dict[str, Any] = {}
+    for name, field in cls.model_fields.items():
+        if name not in values:  # required
+            continue
+        annotation, value, text = field.annotation, values[name], field.description
+        if isinstance(annotation, type) and issubclass(annotation, Config):
+            annotation = _with_defaults(annotation, value, preset.get(name, {}))
+            value = annotation.model_construct()
+        elif name in preset:
+            text = f"{text} [preset]"
+        fields[name] = (annotation, Field(value, description=text))
+    return create_model(cls.__name__, __base__=cls, __doc__=cls.__doc__, **fields)
 
 
 def _layers(
@@ -279,8 +300,12 @@ def _layers(
             layer.pop("run_dir", None)
     else:
         env_name = _merge(values, typed).get("env", {}).get("name", "")
-        layer = next((dict(preset) for name, preset in presets.items() if _env_key(name) == _env_key(env_name)), {})
+        layer = _preset(env_name, presets)
     return _merge(_merge(values, layer, whole), typed, whole)
+
+
+def _preset(env_name: str, presets: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    return next((dict(preset) for name, preset in presets.items() if _env_key(name) == _env_key(env_name)), {})
 
 
 def _env_key(name: str) -> str:
