@@ -92,6 +92,7 @@ class GradientStep:
         self.scaler = torch.amp.GradScaler(self.device_type, enabled=amp_dtype == torch.float16)
         self.skipped = 0
         self._skipped_in_a_row = 0
+        self._restarted: dict[str, Any] | None = None
         self._names = names
 
     def autocast(self) -> contextlib.AbstractContextManager:
@@ -165,28 +166,39 @@ class GradientStep:
 
         Args:
             name: a name of ``make_lr_schedule``.
-            lr: the rate to start at, for every parameter group.
+            lr: the rate to start at, of the first parameter group; the others keep their ratio to it.
             remaining_updates: updates left.
             kwargs: the schedule's options.
         """
         optimizer = next(iter(self.optimizers.values()))
-        for group in optimizer.param_groups:
-            group["lr"] = group["initial_lr"] = lr
+        # A schedule may have ended at zero: the rates it began with hold the ratio.
+        began = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
+        for group, rate in zip(optimizer.param_groups, began, strict=True):
+            group["lr"] = group["initial_lr"] = lr * (rate / began[0] if began[0] > 0 else 1.0)
         self.lr_schedule = make_lr_schedule(name, optimizer, max(remaining_updates, 1), **kwargs)
+        self._restarted = {"name": name, "lr": lr, "remaining_updates": remaining_updates, **kwargs}
 
     def state_dict(self) -> dict[str, Any]:
         """Skip counter, gradient scale and learning-rate schedule (the optimizers are saved on their own)."""
         state: dict[str, Any] = {"skipped": self.skipped, "scaler": self.scaler.state_dict()}
         if self.lr_schedule is not None:
             state |= {"lr_schedule": self.lr_schedule.state_dict(), "kind": type(self.lr_schedule).__name__}
+        if self._restarted is not None:
+            state["restarted"] = dict(self._restarted)
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores ``state_dict``.
 
         A saved schedule does not go into one of another class (adaptive or fixed): restart it, see
-        ``restart_schedule``.
+        ``restart_schedule``. One that was restarted before it was saved keeps its own length.
         """
+        if "restarted" in state:
+            groups = next(iter(self.optimizers.values())).param_groups
+            rates = [group["lr"] for group in groups]
+            self.restart_schedule(**state["restarted"])
+            for group, rate in zip(groups, rates, strict=True):  # the optimizer's state says where the schedule stands
+                group["lr"] = rate
         self.skipped = state["skipped"]
         self.scaler.load_state_dict(state["scaler"])
         if self.lr_schedule is not None and state.get("kind") == type(self.lr_schedule).__name__:
