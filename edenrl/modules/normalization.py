@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from edenrl.modules.moments import merge_moments
+
 __all__ = ["RunningNorm"]
 
 
@@ -16,6 +18,8 @@ class RunningNorm(nn.Module):
     The statistics are buffers, so they are saved, exported and moved with the network that owns them. ``forward`` never
     changes them; ``update`` merges a batch (parallel variance of Chan et al., 1979; computed in float64, kept in the
     module's precision) and does nothing in ``eval()`` mode. Before the first update the module divides by ``1 + eps``.
+    Processes that train together (``edenrl.distributed``) all merge the batches of all, so every one of them must call
+    ``update``.
 
     Args:
         shape: shape of one observation, or its width. Leading dimensions of the input are batch dimensions.
@@ -82,11 +86,13 @@ class RunningNorm(nn.Module):
                 f"RunningNorm refuses non-finite input: {len(bad)} value(s), the first in row {int(bad[0, 0])}, "
                 f"feature {bad[0, 1:].tolist()}. Fix the environment that produced it."
             )
-        if not len(rows):
+        # Of no rows both would be NaN; they still take part, because the other processes wait for this one.
+        own = rows if len(rows) else rows.new_zeros(1, *self.shape)
+        count, mean, var = merge_moments(len(rows), own.mean(0), own.var(0, unbiased=False))
+        if not count:
             return
-        mean, var = rows.mean(0), rows.var(0, unbiased=False)
-        total = self.count + len(rows)
-        share = len(rows) / total.double()
+        total = self.count + count
+        share = count / total.double()
         delta = mean - self.mean
         # Between-batch term: without it the merged variance would miss the shift of the mean.
         self.var.copy_(self.var + (var - self.var) * share + delta.square() * share * (1 - share))
