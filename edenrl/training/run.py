@@ -191,6 +191,7 @@ class Run:
         )
         self.interval = cfg.checkpoint.interval_iterations or max(iterations // 10, 1)
         self._stop: str | None = None
+        self._lock: IO[str] | None = None
         self._stop_asked = -math.inf
         self._ending = False
         # Only the first process replaces them, on entering.
@@ -213,8 +214,9 @@ class Run:
             raise FileExistsError(
                 f"{self.dir} already holds a run. Continue it with --resume {self.dir}, or choose another --run_dir."
             )
-        self.dir.mkdir(parents=True, exist_ok=True)
-        self._lock = _lock(self.dir / ".lock") if self._leads else None
+        if self._leads:
+            self.dir.mkdir(parents=True, exist_ok=True)
+            self._lock = _lock(self.dir / ".lock")
         self.checkpoints.sweep()
         resumed = distributed.from_first(cfg.resume is not None and self.checkpoints.latest() is not None)
         if resumed:
@@ -337,6 +339,7 @@ class Run:
         if self._lock is not None:
             (self.dir / ".lock").unlink(missing_ok=True)
             self._lock.close()
+            self._lock = None
         if error is None and self._leads and not self.cfg.quiet:
             print(self.summary(), flush=True)
         if error is None:
