@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import importlib.util
 import io
+import logging
 import os
 import random
 import signal
@@ -26,6 +27,8 @@ from edenrl.modules import several_processes
 
 __all__ = ["make_collector"]
 
+Maker = Callable[[], EnvBase]
+
 
 def make_collector(
     env: EnvBase,
@@ -40,8 +43,8 @@ def make_collector(
     """Builds an on-policy collector that yields ``[N, T]`` for ever.
 
     The N rows are in a fixed order, the workers' rows one after another. Workers act with the learner's parameters and
-    statistics as they are when a batch is asked for, draw from random states of their own, ignore Ctrl-C and end with
-    this process. ``state_dict`` continues them bit for bit where ``edenrl.collectors.Collector`` does.
+    statistics as they are when a batch is asked for, draw from random states of their own, leave Ctrl-C to the learner
+    and end with it. ``state_dict`` continues them bit for bit where ``edenrl.collectors.Collector`` does.
 
     Args:
         env: the environment that "single" steps; otherwise unused.
@@ -78,11 +81,12 @@ def make_collector(
         )
     if frames_per_batch % num_workers:
         raise ValueError(f"frames_per_batch={frames_per_batch} does not split over num_workers={num_workers}.")
-    makers = [partial(_seeded, worker_env, seed + worker, worker) for worker in range(num_workers)]
+    workers = range(num_workers)
+    makers: list[Maker] = [partial(_seeded, worker_env, seed + worker, worker) for worker in workers]
     build = _multi_sync if kind == "multi_sync" else _ray
     collector = build(makers, policy, frames_per_batch)
-    # Also when the script ends by an error: Python would wait for workers that wait for it.
-    atexit.register(_end, collector)
+    # Also when the script ends by an error: Python would wait for workers that wait for it. A second time does nothing.
+    atexit.register(collector.shutdown)
     return collector
 
 
@@ -94,15 +98,10 @@ def _seeded(worker_env: Callable[[int], EnvBase], seed: int, worker: int) -> Env
     return worker_env(worker)
 
 
-def _end(collector: BaseCollector) -> None:
-    if not getattr(collector, "_ended", False):
-        collector._ended = True
-        collector.shutdown()
-
-
-def _ignore_interrupt() -> None:
-    # A terminal sends Ctrl-C to every process; only the learner answers, by ending the iteration.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _ignore_signals() -> None:
+    # A terminal or a job manager signals every process; only the learner answers, by ending the iteration.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 class _Worker(Collector):
@@ -123,7 +122,7 @@ class _Worker(Collector):
 _CPU: dict[str, Any] = {name: "cpu" for name in ("policy_device", "env_device", "storing_device")}
 
 
-def _multi_sync(makers: list[Callable[[], EnvBase]], policy: Any, frames: int) -> BaseCollector:
+def _multi_sync(makers: list[Maker], policy: Any, frames: int) -> BaseCollector:
     return MultiSyncCollector(
         makers,
         policy,
@@ -132,8 +131,9 @@ def _multi_sync(makers: list[Callable[[], EnvBase]], policy: Any, frames: int) -
         collector_class=_Worker,
         update_at_each_batch=True,
         cat_results=0,
+        use_buffers=True,
         num_threads=torch.get_num_threads(),
-        init_fn=_ignore_interrupt,
+        init_fn=_ignore_signals,
         auto_register_policy_transforms=False,
         **_CPU,
     )
@@ -143,23 +143,30 @@ def _join(batches: TensorDictBase) -> TensorDictBase:
     return batches.flatten(0, 1)
 
 
-def _ray(makers: list[Callable[[], EnvBase]], policy: Any, frames: int) -> BaseCollector:
+def _ray(makers: list[Maker], policy: Any, frames: int) -> BaseCollector:
     if importlib.util.find_spec("ray") is None:
         raise ImportError('--collector ray needs the ray package, which is not installed: pip install "edenrl[ray]"')
     import ray
     from torchrl.collectors.distributed import RayCollector
 
-    options = dict(address=os.environ.get("RAY_ADDRESS"), include_dashboard=False, log_to_driver=False)
-    if not ray.is_initialized():
+    options = dict(
+        address=os.environ.get("RAY_ADDRESS"),
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+    )
+    started = not ray.is_initialized()
+    if started:
         ray.init(**options)
     cpus = int(ray.cluster_resources().get("CPU", 0))
     if cpus < len(makers):
-        ray.shutdown()
+        if started:
+            ray.shutdown()
         raise ValueError(
             f"--num_workers {len(makers)} Ray actors need as many CPUs, the cluster has {cpus}. Set --num_workers "
             f"{cpus} or fewer, or RAY_ADDRESS to a larger cluster."
         )
-    return RayCollector(
+    collector = RayCollector(
         makers,
         policy,
         frames_per_batch=frames,
@@ -173,3 +180,7 @@ def _ray(makers: list[Callable[[], EnvBase]], policy: Any, frames: int) -> BaseC
         postproc=_join,
         **_CPU,
     )
+    collector.update_policy_weights_()
+    if started:
+        collector.shutdown = partial(collector.shutdown, shutdown_ray=True)
+    return collector

@@ -1,9 +1,9 @@
 """Several processes that train one policy, each on environments of its own (``torchrun``).
 
 Every process runs the same script. ``edenrl.training.setup`` joins them, ``Run`` gives all of them the first one's
-parameters, and from there on what changes the parameters is averaged or merged where it is computed:
-gradients, loss and KL in ``GradientStep``, observation statistics in ``RunningNorm``, advantage statistics in ``GAE`` and
-``PPOLoss``. Without ``torchrun`` nothing in this module does anything.
+parameters, and from there on what changes the parameters is averaged or merged where it is computed: gradients, loss
+and KL in ``GradientStep``, observation statistics in ``RunningNorm``, advantage statistics in ``GAE`` and ``PPOLoss``.
+Without ``torchrun`` nothing in this module does anything.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ __all__ = [
     "failing_together",
     "from_first",
     "local_device",
+    "num_iterations",
     "rank",
     "start",
     "stop",
@@ -56,6 +57,16 @@ def world_size() -> int:
         1
     """
     return dist.get_world_size() if several_processes() else 1
+
+
+def num_iterations(total_frames: int, frames: int) -> int:
+    """How many iterations of ``frames`` environment steps in each process make ``total_frames`` in all.
+
+    Examples:
+        >>> num_iterations(1_000_000, 6144)
+        163
+    """
+    return math.ceil(total_frames / (frames * world_size()))
 
 
 def local_device(name: str) -> str:
@@ -97,8 +108,8 @@ def start(device: torch.device, timeout: float = 600.0) -> None:
         return
     if missing := [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
         raise ValueError(
-            f"WORLD_SIZE={_asked_for()} is set in the environment but {', '.join(missing)} is not. Start the script with "
-            "torchrun --nproc_per_node N, or unset WORLD_SIZE to train in one process."
+            f"WORLD_SIZE={_asked_for()} is set in the environment but {', '.join(missing)} is not. Start the script "
+            "with torchrun --nproc_per_node N, or unset WORLD_SIZE to train in one process."
         )
     if device.type == "cuda":
         torch.cuda.set_device(device)

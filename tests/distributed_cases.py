@@ -73,7 +73,13 @@ def iterate(part, normalize):
             norms.append(float(metrics["grad_norm_policy"]))
     update_normalization(actor, data)
     update_normalization(critic, data)
-    return {"actor": actor.state_dict(), "critic": critic.state_dict(), "rates": rates, "norms": norms, "clipped": clipped}
+    return {
+        "actor": actor.state_dict(),
+        "critic": critic.state_dict(),
+        "rates": rates,
+        "norms": norms,
+        "clipped": clipped,
+    }
 
 
 def statistics(rank):

@@ -19,7 +19,7 @@ class EnvConfig(Config):
     name: Name = "PointMass"
     """Registered name, Gymnasium id ("HalfCheetah-v5" or "gym:HalfCheetah-v5"), or "mjlab:<task>"/"isaaclab:<task>"."""
     num_envs: Count = 256
-    """Environments of this process; under torchrun every process has as many."""
+    """Environments stepped together."""
     kwargs: JsonDict = Field(default_factory=dict)
     """Keyword arguments of the environment's constructor, as JSON; --env.kwargs.KEY VALUE sets a single one."""
     vectorization: Literal["sync", "async"] = "sync"

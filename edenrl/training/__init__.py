@@ -1,11 +1,11 @@
 """What every training script shares: runs, checkpoints, logging, progress and evaluation."""
 
 from edenrl.training.checkpoint import Checkpoints, load_policy_weights
-from edenrl.training.environment import build_env, collection_options, evaluate_run
+from edenrl.training.environment import build_env, collector_options, evaluate_run
 from edenrl.training.evaluation import evaluate
 from edenrl.training.loggers import MetricsTable, RunLogger, read_metrics
 from edenrl.training.progress import Progress, format_table
-from edenrl.training.run import Run, average, num_iterations, rollout_metrics, run_script, setup
+from edenrl.training.run import Run, average, rollout_metrics, run_script, setup
 
 __all__ = [
     "Checkpoints",
@@ -15,12 +15,11 @@ __all__ = [
     "RunLogger",
     "average",
     "build_env",
-    "collection_options",
+    "collector_options",
     "evaluate",
     "evaluate_run",
     "format_table",
     "load_policy_weights",
-    "num_iterations",
     "read_metrics",
     "rollout_metrics",
     "run_script",

@@ -14,7 +14,7 @@ from edenrl.config import EnvConfig, RunConfig
 from edenrl.envs import make_env, wrap_env
 from edenrl.training.evaluation import evaluate
 
-__all__ = ["build_env", "collection_options", "evaluate_run"]
+__all__ = ["build_env", "collector_options", "evaluate_run"]
 
 
 def build_env(
@@ -48,11 +48,11 @@ def _worker_env(env: EnvConfig, num_envs: int, first_seed: int, worker: int) -> 
     return wrap_env(built, action_mode=env.action_mode, reward_scale=env.reward_scale)
 
 
-def collection_options(cfg: RunConfig) -> dict[str, Any]:
+def collector_options(cfg: RunConfig) -> dict[str, Any]:
     """Keyword arguments of ``edenrl.collectors.make_collector`` that choose ``cfg.collector`` and its workers.
 
     Examples:
-        >>> collection_options(RunConfig())["kind"]
+        >>> collector_options(RunConfig())["kind"]
         'single'
     """
     rows = cfg.env.num_envs // cfg.num_workers

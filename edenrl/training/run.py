@@ -34,7 +34,7 @@ try:
 except ImportError:  # Windows: two processes in one run directory go unnoticed
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["Run", "average", "num_iterations", "rollout_metrics", "run_script", "setup"]
+__all__ = ["Run", "average", "rollout_metrics", "run_script", "setup"]
 
 # torchrun passes a signal on that a terminal has already sent to every process.
 _ONE_PRESS = 2.0
@@ -58,16 +58,6 @@ def setup(cfg: RunConfig) -> torch.device:
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
     return device
-
-
-def num_iterations(total_frames: int, frames: int) -> int:
-    """How many iterations of ``frames`` environment steps in each process make ``total_frames`` in all.
-
-    Examples:
-        >>> num_iterations(1_000_000, 6144)
-        163
-    """
-    return math.ceil(total_frames / (frames * distributed.world_size()))
 
 
 @torch.no_grad()
