@@ -159,6 +159,11 @@ class Run:
         frames_per_iteration: int,
         evaluate: Callable[[], dict[str, float]] | None = None,
     ) -> None:
+        workers = [getattr(component, "num_workers", None) for component in components.values()]
+        if cfg.collector != "single" and cfg.num_workers not in workers:
+            raise ValueError(
+                f"This script collects in one process, not with {cfg.collector!r}. Set --collector single."
+            )
         self.cfg, self.algorithm, self.iterations = cfg, algorithm, iterations
         self.frames_per_iteration, self._evaluate = frames_per_iteration * distributed.world_size(), evaluate
         self._leads = distributed.rank() == 0

@@ -98,3 +98,9 @@ def test_two_processes_cannot_train_in_one_directory(tmp_path):
             pass
     with build():  # free again
         pass
+
+
+def test_a_script_without_workers_refuses_the_flag_that_asks_for_them(tmp_path):
+    cfg = RunConfig(run_dir=str(tmp_path / "run"), collector="multi_sync")
+    with pytest.raises(ValueError, match="Set --collector single"):
+        Run(cfg, "Nothing", dict(policy=torch.nn.Linear(1, 1)), iterations=1, frames_per_iteration=1)
