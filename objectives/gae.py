@@ -10,6 +10,8 @@ from tensordict.nn import TensorDictModule, dispatch
 from torch import Tensor
 from torchrl.objectives import value as torchrl_value
 
+from edenrl.modules import merge_moments, several_processes
+
 __all__ = ["GAE"]
 
 # Squared by the value loss, anything larger overflows float32.
@@ -37,7 +39,7 @@ class GAE(torchrl_value.GAE):
         lmbda: trace decay in [0, 1].
         value_network: the critic, or ``None`` to read ``state_value`` and ``("next", "state_value")``.
         **kwargs: further options of TorchRL's class; ``average_gae=True`` standardizes the advantages over the whole
-            rollout, each value head on its own.
+            rollout (of all processes that train together), each value head on its own.
 
     Raises:
         ValueError: if a reward, observation or value is NaN, infinite or beyond 1e18, naming key, environment and step.
@@ -133,6 +135,12 @@ class GAE(torchrl_value.GAE):
         if valid is not None or groups is not None:
             return super()._normalize_advantage(adv, valid, groups)
         dims = list(range(adv.ndim - 1))
+        if several_processes():
+            own = adv.double()
+            count, mean, var = merge_moments(
+                adv[..., 0].numel(), own.mean(dims, keepdim=True), own.var(dims, correction=0, keepdim=True)
+            )
+            return ((own - mean) / (var * count / (count - 1).clamp_min(1)).sqrt().clamp_min(1e-4)).to(adv.dtype)
         spread = adv.std(dims, keepdim=True) if adv[..., 0].numel() > 1 else torch.zeros_like(adv)
         return (adv - adv.mean(dims, keepdim=True)) / spread.clamp_min(1e-4)
 

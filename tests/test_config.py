@@ -88,6 +88,9 @@ def test_run_defaults() -> None:
         "resume_schedule": "restore",
         "quiet": False,
         "num_threads": None,
+        "collector": "single",
+        "num_workers": 2,
+        "process_timeout": 600.0,
         "env": {
             "name": "PointMass",
             "num_envs": 256,

@@ -8,7 +8,18 @@ from typing import Any
 from edenrl.config.run import RunConfig
 
 # Everything else is part of the state that is restored, or of the problem that was learned.
-_FREE = ("total_frames", "resume", "run_dir", "quiet", "num_threads", "device", "logger", "checkpoint", "evaluation")
+_FREE = (
+    "total_frames",
+    "resume",
+    "run_dir",
+    "quiet",
+    "num_threads",
+    "process_timeout",
+    "device",
+    "logger",
+    "checkpoint",
+    "evaluation",
+)
 _FREE_ON_RESTART = tuple(
     f"algorithm.{name}" for name in ("lr", "lr_schedule", "final_lr_fraction", "desired_kl", "min_lr", "max_lr")
 )

@@ -110,6 +110,12 @@ class RunConfig(Config):
     """No progress output."""
     num_threads: Count | None = None
     """CPU threads torch may use; None leaves torch's own choice."""
+    collector: Literal["single", "multi_sync", "ray"] = "single"
+    """Who steps the environments: this process, num_workers processes of this machine, or num_workers Ray actors."""
+    num_workers: Count = 2
+    """Worker processes that env.num_envs is split over; only for collector multi_sync and ray."""
+    process_timeout: Positive = 600.0
+    """Seconds that a process under torchrun waits for the others before it gives up."""
     env: EnvConfig = Field(default_factory=EnvConfig)
     """Environment."""
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
@@ -128,6 +134,17 @@ class RunConfig(Config):
                     f"resume and run_dir name two directories, {self.resume} and {self.run_dir}; a resumed run goes on "
                     f"in its own. Leave run_dir out, or start a new run with --config {self.resume}/config.json"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _check_workers(self) -> RunConfig:
+        if self.collector != "single" and self.env.num_envs % self.num_workers:
+            fits = [n for n in range(1, self.env.num_envs + 1) if self.env.num_envs % n == 0]
+            near = min(fits, key=lambda n: abs(n - self.num_workers))
+            raise refuse(
+                f"env.num_envs = {self.env.num_envs} environments do not split over num_workers = {self.num_workers}; "
+                f"set num_workers to {near}, or env.num_envs to a multiple of {self.num_workers}"
+            )
         return self
 
     @model_validator(mode="after")

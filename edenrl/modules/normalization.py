@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from edenrl.modules.moments import merge_moments
+
 __all__ = ["RunningNorm"]
 
 
@@ -15,7 +17,8 @@ class RunningNorm(nn.Module):
 
     The statistics are buffers, so they are saved, exported and moved with the network that owns them. ``forward`` never
     changes them; ``update`` merges a batch (parallel variance of Chan et al., 1979), but not in ``eval()`` mode.
-    Before the first update the module divides by ``1 + eps``.
+    Before the first update the module divides by ``1 + eps``. Processes that train together (``edenrl.distributed``)
+    all merge the batches of all, so every one of them must call ``update``.
 
     Mean and variance are float64 whatever the module is cast to (in float32 they would stop moving after some 1e7
     samples), so it needs a device that has float64. The output has the module's precision, or that of ``x`` if higher.
@@ -87,11 +90,13 @@ class RunningNorm(nn.Module):
                 f"RunningNorm refuses non-finite input: {len(bad)} value(s), the first in row {int(bad[0, 0])}, "
                 f"feature {bad[0, 1:].tolist()}. Fix the environment that produced it."
             )
-        if not len(rows):
+        # Of no rows both would be NaN; they still take part, because the other processes wait for this one.
+        own = rows if len(rows) else rows.new_zeros(1, *self.shape)
+        count, mean, var = merge_moments(len(rows), own.mean(0), own.var(0, unbiased=False))
+        if not count:
             return
-        mean, var = rows.mean(0), rows.var(0, unbiased=False)
-        total = self.count + len(rows)
-        share = len(rows) / total.double()
+        total = self.count + count
+        share = count / total.double()
         delta = mean - self.mean
         # Between-batch term: without it the merged variance would miss the shift of the mean.
         self.var.copy_(self.var + (var - self.var) * share + delta.square() * share * (1 - share))

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
@@ -23,6 +24,10 @@ class GradientStep:
     A call sums the ``loss_*`` entries, runs one backward, checks that every gradient is finite, clips each parameter
     group on its own norm, adapts the learning rate and steps. Metrics come back as tensors: move them to the host once
     per iteration. The check reads one boolean per call, a KL-adaptive schedule one number more (free on CPU).
+
+    In processes that train together (``edenrl.distributed``) gradients, loss and KL are averaged over all of them, in
+    one exchange per dtype and call and in a fixed order; a parameter without a gradient in some process counts as zero
+    there. What follows, a dropped update or a changed learning rate, is then the same everywhere.
 
     Args:
         loss: the LossModule. Its ``parameter_groups()`` names the groups that are clipped apart; a module without it is
@@ -110,20 +115,23 @@ class GradientStep:
             raise KeyError(f"The KL-adaptive schedule needs {self.kl_key!r} among the losses; set kl_key to its name.")
         loss = torch.stack([value.reshape(()) for value in terms.values()]).sum()
         self.scaler.scale(loss).backward()
+        loss, kl = loss.detach(), losses.get(self.kl_key, None)
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            loss, kl = self._average_processes(loss, loss.new_tensor(0.0) if kl is None else kl.detach())
         if self.scaler.is_enabled():
             for optimizer in self.optimizers.values():
                 self.scaler.unscale_(optimizer)
         norms = {
             name: get_total_norm([p.grad for p in params if p.grad is not None]) for name, params in self.groups.items()
         }
-        metrics = {"loss": loss.detach(), **{f"grad_norm_{name}": norm for name, norm in norms.items()}}
+        metrics = {"loss": loss, **{f"grad_norm_{name}": norm for name, norm in norms.items()}}
         # A loss can be NaN while every gradient is finite (a masked term), so it is part of the check.
-        if not bool(torch.stack([loss.detach(), *norms.values()]).isfinite().all()):
+        if not bool(torch.stack([loss, *norms.values()]).isfinite().all()):
             self._drop_update(terms)
         else:
             self._skipped_in_a_row = 0
             if adaptive is not None:
-                adaptive.step(losses.get(self.kl_key))
+                adaptive.step(kl)
             for name, params in self.groups.items():
                 if (largest := self.max_grad_norm[name]) is not None:
                     clip_grads_with_norm_(params, largest, norms[name])
@@ -137,6 +145,24 @@ class GradientStep:
         lr = next(iter(self.optimizers.values())).param_groups[0]["lr"]
         metrics["lr"] = torch.full((), float(lr), device=loss.device)
         return metrics
+
+    def _average_processes(self, loss: Tensor, kl: Tensor) -> tuple[Tensor, Tensor]:
+        """Averages all gradients, the loss and the KL over the processes, each dtype as one flat tensor."""
+        parameters = [p for params in self.groups.values() for p in params]
+        for p in parameters:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+        loss, kl = loss.clone(), kl.reshape(()).clone()
+        buckets: dict[torch.dtype, list[Tensor]] = {}
+        for tensor in [*(p.grad for p in parameters if p.grad is not None), loss, kl]:
+            buckets.setdefault(tensor.dtype, []).append(tensor)
+        for tensors in buckets.values():
+            flat = torch.cat([tensor.flatten() for tensor in tensors])
+            dist.all_reduce(flat)
+            flat /= dist.get_world_size()
+            for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+                tensor.copy_(part.view_as(tensor))
+        return loss, kl
 
     def _drop_update(self, terms: Mapping[Any, Tensor]) -> None:
         self.skipped += 1
@@ -155,6 +181,8 @@ class GradientStep:
         what = f"gradient in {', '.join(bad[:5])}" if bad else "gradient norm"
         if not bad and not all(bool(value.isfinite().all()) for value in terms.values()):
             what = "loss"
+        elif dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            what += " in at least one process"
         values = ", ".join(f"{name}={value.item():.4g}" for name, value in terms.items())
         raise FloatingPointError(
             f"Non-finite {what} ({values}). No parameter was changed. Look for an exploding reward or value "

@@ -1,7 +1,7 @@
 """What every training script shares: runs, checkpoints, logging, progress and evaluation."""
 
 from edenrl.training.checkpoint import Checkpoints, load_policy_weights
-from edenrl.training.environment import build_env, evaluate_run
+from edenrl.training.environment import build_env, collector_options, evaluate_run
 from edenrl.training.evaluation import evaluate
 from edenrl.training.loggers import MetricsTable, RunLogger, read_metrics
 from edenrl.training.progress import Progress, format_table
@@ -15,6 +15,7 @@ __all__ = [
     "RunLogger",
     "average",
     "build_env",
+    "collector_options",
     "evaluate",
     "evaluate_run",
     "format_table",

@@ -169,3 +169,9 @@ def test_what_a_run_cannot_change_is_refused_without_a_command_line_too(tmp_path
     with pytest.raises(ValueError, match=r"cannot change seed \(was 1, now 5\)"):
         Run(cfg, "Nothing", {}, iterations=3, frames_per_iteration=1).__enter__()
     assert (tmp_path / "config.json").read_text() == config
+
+
+def test_a_script_without_workers_refuses_the_flag_that_asks_for_them(tmp_path):
+    cfg = RunConfig(run_dir=str(tmp_path / "run"), collector="multi_sync")
+    with pytest.raises(ValueError, match="Set --collector single"):
+        Run(cfg, "Nothing", dict(policy=torch.nn.Linear(1, 1)), iterations=1, frames_per_iteration=1)
