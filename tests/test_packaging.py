@@ -89,7 +89,7 @@ def test_the_wheel_carries_version_licence_and_extras(wheel: Path) -> None:
         assert archive.read(f"{info}/licenses/LICENSE").startswith(b"MIT License")
         metadata = archive.read(f"{info}/METADATA").decode().splitlines()
     extras = {line.split()[1] for line in metadata if line.startswith("Provides-Extra")}
-    assert extras == {"onnx", "wandb", "tensorboard", "mujoco", "plot", "test", "docs", "all"}
+    assert extras == {"onnx", "wandb", "tensorboard", "mujoco", "plot", "ray", "test", "docs", "all"}
     assert "Requires-Dist: torchrl<0.15,>=0.14" in metadata
 
 
