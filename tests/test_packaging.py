@@ -12,7 +12,7 @@ import pytest
 import edenrl
 
 LIBRARY = {"edenrl": "edenrl", "objectives": "edenrl/objectives", "collectors": "edenrl/collectors"}
-EXTRAS = ("matplotlib", "mujoco", "onnx", "onnxruntime", "onnxscript", "tensorboard", "wandb")
+EXTRAS = ("matplotlib", "mujoco", "onnx", "onnxruntime", "onnxscript", "ray", "tensorboard", "wandb")
 SOURCES = (*LIBRARY, "tests", "examples", "docs", "pyproject.toml", "README.md", "LICENSE")
 
 IMPORT_EVERYTHING = """
