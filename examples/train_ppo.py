@@ -14,16 +14,7 @@ from edenrl.envs import action_box, wrap_env
 from edenrl.modules import make_actor, observation_groups, update_normalization, value_critic
 from edenrl.objectives import GAE, PPOLoss
 from edenrl.optim import GradientStep, make_lr_schedule, make_optimizer
-from edenrl.training import (
-    Run,
-    average,
-    build_env,
-    collector_options,
-    evaluate_run,
-    rollout_metrics,
-    run_script,
-    setup,
-)
+from edenrl.training import Run, average, build_env, collector_options, evaluate_run, rollout_metrics, run_script, setup
 
 # Settings by environment, found by measuring (docs/pages/results.md); each can be overridden on the command line.
 SMALL = dict(actor_hidden=(64, 64), critic_hidden=(64, 64), clip_value=False)

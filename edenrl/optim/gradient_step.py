@@ -18,6 +18,10 @@ from edenrl.optim.schedules import KLAdaptiveLR, make_lr_schedule
 __all__ = ["GradientStep"]
 
 
+def _several_processes() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
 class GradientStep:
     """Turns a loss TensorDict into one optimizer step.
 
@@ -116,7 +120,7 @@ class GradientStep:
         loss = torch.stack([value.reshape(()) for value in terms.values()]).sum()
         self.scaler.scale(loss).backward()
         loss, kl = loss.detach(), losses.get(self.kl_key, None)
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        if _several_processes():
             loss, kl = self._average_processes(loss, loss.new_tensor(0.0) if kl is None else kl.detach())
         if self.scaler.is_enabled():
             for optimizer in self.optimizers.values():
@@ -181,7 +185,7 @@ class GradientStep:
         what = f"gradient in {', '.join(bad[:5])}" if bad else "gradient norm"
         if not bad and not all(bool(value.isfinite().all()) for value in terms.values()):
             what = "loss"
-        elif dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        elif _several_processes():
             what += " in at least one process"
         values = ", ".join(f"{name}={value.item():.4g}" for name, value in terms.items())
         raise FloatingPointError(

@@ -93,9 +93,9 @@ def test_rows_are_those_of_the_workers_one_after_another(collected):
 def test_the_policy_that_acts_is_the_one_that_is_optimized(collected):
     policy, (first, second, third) = collected["policy"], collected["batches"]
     for batch in (second, third):
-        log_prob = policy.get_dist(batch).log_prob(batch["action"])
+        log_prob = policy.get_dist(batch.copy()).log_prob(batch["action"])
         torch.testing.assert_close(log_prob, batch["action_log_prob"], rtol=1e-5, atol=1e-5)
-    moved = policy.get_dist(first).log_prob(first["action"]) - first["action_log_prob"]
+    moved = policy.get_dist(first.copy()).log_prob(first["action"]) - first["action_log_prob"]
     assert moved.abs().max() > 0.1, "the update changed nothing: the test proves too little"
 
 
