@@ -130,8 +130,9 @@ class LearningEnvAdapter(SelfResettingEnv):
         metrics = _metrics_of(info)
         if unknown := [name for name in metrics if name not in self._metrics]:
             self._say(
+                "metrics",
                 f"{self._name} reports {unknown}, which the info of its first reset did not hold. Pass "
-                "LearningEnvAdapter(env, metric_keys=[...]) to see them."
+                "LearningEnvAdapter(env, metric_keys=[...]) to see them.",
             )
         for name in self._metrics:
             if name in metrics:

@@ -128,12 +128,11 @@ def _build(name: str, num_envs: int, device: torch.device | str, seed: int | Non
         return _make_mjlab(rest, num_envs, device, seed, kwargs)
     if colon and prefix == "isaaclab":
         return _make_isaaclab(rest, num_envs, device, seed, kwargs)
-    # Gymnasium's own "module:Id-v0" has a version, which no Python name has.
-    if colon and prefix != "gym" and rest.isidentifier():
+    if colon and prefix != "gym":
         factory = _import_factory(name, module, rest)
         _check_arguments(name, factory, num_envs, device, seed, kwargs)
         return factory(num_envs, device=device, seed=seed, **kwargs)
-    env_id = rest if colon and prefix == "gym" else name
+    env_id = rest if colon else name
     _check_gymnasium_id(name, env_id)
     try:
         return make_gym_env(env_id, num_envs, device=device, seed=seed, **kwargs)
@@ -240,4 +239,4 @@ def _make_isaaclab(
         gymnasium.make(task, cfg=cfg, **kwargs), device=torch.device(device), native_autoreset=False
     )
     # Isaac Lab resets inside `step`; TorchRL's wrapper writes NaN where the last observation would be.
-    return TransformedEnv(env, FillFinalObservation())
+    return TransformedEnv(env, FillFinalObservation(), auto_unwrap=True)

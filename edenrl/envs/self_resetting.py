@@ -103,6 +103,7 @@ class SelfResettingEnv(EnvBase):
         self.num_envs = num_envs
         # Past nn.Module: an inner module must not become part of the adapter's state_dict.
         object.__setattr__(self, "inner", inner)
+        self.is_closed = False
         if clash := sorted(set(observation.keys()) & set(_RESERVED)):
             raise ValueError(
                 f"{self._name} has observation groups named {clash}; these names are taken. Rename the groups."
@@ -197,15 +198,17 @@ class SelfResettingEnv(EnvBase):
             self._final_obs = "given" if not absent else self._final_obs
             if not absent:
                 return final, torch.zeros_like(done)
-            self._say(f"{self._name} gives no last observation of {absent}; the observation acted on stands in for it.")
+            text = f"{self._name} gives no last observation of {absent}; the one acted on stands in for it."
+            self._say("final", text)
             return self._observation.clone(False).update(final), done.clone()
         # Reads the host until the first episode has ended, then never again.
         if self._final_obs == "unknown" and bool(done.any()):
             self._final_obs = "missing"
             self._say(
+                "final",
                 f"{self._name} resets itself and does not give the last observation of an episode. The observation "
                 "acted on stands in for it: a time-out is bootstrapped with V(s_t) instead of V(s_t+1), as rsl_rl "
-                "does. ('next', 'final_obs_missing') marks these steps."
+                "does. ('next', 'final_obs_missing') marks these steps.",
             )
         return self._observation, done.clone()
 
@@ -257,10 +260,10 @@ class SelfResettingEnv(EnvBase):
             )
         return observation.to(self.device)
 
-    def _say(self, message: str) -> None:
-        """Warn once."""
-        if message not in self._said:
-            self._said.add(message)
+    def _say(self, topic: str, message: str) -> None:
+        """Warn once about each topic."""
+        if topic not in self._said:
+            self._said.add(topic)
             _log.warning("%s", message)
 
     def _refuse_nonfinite(self, *data: Mapping[Any, Any] | TensorDictBase) -> None:

@@ -267,7 +267,7 @@ def wrap_env(env: EnvBase, *, action_mode: ActionMode = "clip", reward_scale: fl
     if reward_scale != 1.0:
         transforms.append(RewardScaling(loc=0.0, scale=reward_scale))
     transforms.append(StepCounter())
-    wrapped = TransformedEnv(env)
+    wrapped = TransformedEnv(env, auto_unwrap=True)
     for transform in transforms:
         wrapped.append_transform(transform)
     return wrapped

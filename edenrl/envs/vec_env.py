@@ -12,7 +12,7 @@ import torch
 from gymnasium import spaces
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
-from torchrl.data import Bounded, Unbounded
+from torchrl.data import Bounded, TensorSpec, Unbounded
 from torchrl.envs import EnvBase, TransformedEnv
 from torchrl.envs.utils import step_mdp
 
@@ -88,13 +88,13 @@ class VecEnvAdapter(SelfResettingEnv):
             observation = (observation, privileged())
         space = getattr(env, "single_action_space", None)
         num_envs, num_actions, device = int(env.num_envs), int(env.num_actions), torch.device(env.device)
-        box = isinstance(space, spaces.Box)
+        action_spec: TensorSpec = Unbounded((num_envs, num_actions), device=device)
+        if isinstance(space, spaces.Box):
+            action_spec = action_spec_of(space, num_envs, device)
         super().__init__(
             env,
-            _groups(observation, shape[0], type(env).__name__),
-            action_spec_of(space, shape[0], device)
-            if isinstance(space, spaces.Box)
-            else Unbounded(shape, device=device),
+            _groups(observation, num_envs, type(env).__name__),
+            action_spec,
             metrics=log_keys,
             reward_groups=_REWARD_GROUPS.values() if reward_groups else (),
         )
@@ -127,11 +127,12 @@ class VecEnvAdapter(SelfResettingEnv):
             time_outs = self._flags("extras['time_outs']", extras["time_outs"])
         else:
             time_outs = torch.zeros_like(done)
+            # Reads the host until the first episode has ended, then never again.
             if "time_outs" not in self._said and bool(done.any()):
-                self._said.add("time_outs")
                 self._say(
+                    "time_outs",
                     f"{self._name} gives no extras['time_outs']: every end of an episode counts as a termination, and "
-                    "none is bootstrapped. If it has a time limit, let it report one."
+                    "none is bootstrapped. If it has a time limit, let it report one.",
                 )
         final = next((extras[name] for name in _FINAL if extras.get(name) is not None), None)
         return InnerStep(
@@ -147,8 +148,9 @@ class VecEnvAdapter(SelfResettingEnv):
         log = _log_of(extras)
         if unknown := [name for name in log if name not in self._metrics]:
             self._say(
+                "log",
                 f"{self._name} logs {unknown}, which it did not announce in its `extras` when it was wrapped. Pass "
-                "VecEnvAdapter(env, log_keys=[...]) to see them."
+                "VecEnvAdapter(env, log_keys=[...]) to see them.",
             )
         for name in self._metrics:
             value = log.get(name)
@@ -158,7 +160,10 @@ class VecEnvAdapter(SelfResettingEnv):
                 self._metrics[name] = torch.full((), float(value), device=self.device, dtype=self._float)
         if not self._reward_groups:
             if all(name in extras for name in _REWARD_GROUPS):
-                self._say(f"{self._name} gives reward groups. Pass VecEnvAdapter(env, reward_groups=True) to see them.")
+                self._say(
+                    "reward_groups",
+                    f"{self._name} gives reward groups. Pass VecEnvAdapter(env, reward_groups=True) to see them.",
+                )
             return {}
         if absent := [name for name in _REWARD_GROUPS if name not in extras]:
             raise ValueError(f"{self._name} gave no extras {absent}; expected all of {list(_REWARD_GROUPS)}.")
@@ -198,7 +203,7 @@ class VecEnvAdapter(SelfResettingEnv):
             # The episodes that wait were drawn before the seed.
             self._waiting = torch.zeros_like(self._waiting)
         else:
-            self._say(f"{self._name} has no seed(): set_seed changes nothing. Seed it where it is built.")
+            self._say("seed", f"{self._name} has no seed(): set_seed changes nothing. Seed it where it is built.")
 
 
 def _log_of(extras: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -226,11 +231,11 @@ def _groups(observation: Any, num_envs: int, name: str) -> TensorDict:
         )
     if wrong := {key: type(value).__name__ for key, value in groups.items() if not _is_group(value)}:
         raise TypeError(f"{name} returned observation groups {wrong}; expected tensors, or dicts of tensors.")
-    if scalars := [
-        key for key, value in groups.items() if isinstance(value, Tensor) and value.shape[:1] != (num_envs,)
-    ]:
-        shapes = {key: tuple(groups[key].shape) for key in scalars}
-        raise ValueError(f"{name} returned observations of shape {shapes}; expected one row for each of {num_envs}.")
+    shapes = {key: tuple(value.shape) for key, value in groups.items() if isinstance(value, Tensor)}
+    if short := {key: shape for key, shape in shapes.items() if shape[:1] != (num_envs,)}:
+        raise ValueError(
+            f"{name} returned observations of shape {short}; expected [{num_envs}, ...], one row per environment."
+        )
     return TensorDict(groups, batch_size=[num_envs])
 
 
