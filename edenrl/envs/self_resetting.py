@@ -85,6 +85,18 @@ class SelfResettingEnv(EnvBase):
         action_spec: spec of the batch of actions.
         metrics: names under ``("next", "metrics")``, each ``[N, 1]``.
         reward_groups: names under ``("next", "reward_groups")``, each ``[N, 1]``.
+
+    Raises:
+        ValueError: observations without a row per environment, a group whose name is taken, values that are not finite.
+
+    Examples:
+        >>> from edenrl.envs import PointMass, VecEnvAdapter, as_vec_env
+        >>> env = VecEnvAdapter(as_vec_env(PointMass(2, seed=0, max_steps=3)))
+        >>> env.final_obs
+        'unknown'
+        >>> data = env.rollout(4, break_when_any_done=False)
+        >>> env.final_obs, data["next", "truncated"][0].squeeze(-1).tolist()
+        ('given', [False, False, True, False])
     """
 
     returns_fresh_tensors = True
@@ -124,6 +136,7 @@ class SelfResettingEnv(EnvBase):
         self._observation = observation.detach().to(device).clone()
         self._waiting = torch.ones(num_envs, 1, dtype=torch.bool, device=device)
         self._nonfinite: dict[Any, Tensor] = {}
+        self._looking_is_free = device.type == "cpu"
         self._refuse_nonfinite(self._observation)
 
     @property
@@ -213,6 +226,7 @@ class SelfResettingEnv(EnvBase):
         return self._observation, done.clone()
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDict:
+        self._raise_if_nonfinite()
         asked = None if tensordict is None else tensordict.get("_reset", None)
         rows = torch.ones_like(self._waiting) if asked is None else asked.reshape(self.num_envs, 1)
         if asked is None and not bool(self._waiting.all()):
@@ -222,7 +236,6 @@ class SelfResettingEnv(EnvBase):
             fresh = self._inner_reset(None if whole else stale.squeeze(-1))
             self._observation = where_rows(stale, fresh, self._observation)
         self._waiting = self._waiting & ~rows
-        self._raise_if_nonfinite()
         self._refuse_nonfinite(self._observation)
         out = self._observation.clone()
         for name, keys in (("metrics", self._metrics), ("reward_groups", self._reward_groups)):
@@ -274,7 +287,7 @@ class SelfResettingEnv(EnvBase):
                 if leaf.is_floating_point():
                     bad = (~leaf.detach().reshape(self.num_envs, -1).isfinite()).any(-1)
                     self._nonfinite[key] = self._nonfinite.get(key, False) | bad
-        if self.device.type == "cpu":
+        if self._looking_is_free:
             self._raise_if_nonfinite()
 
     def _raise_if_nonfinite(self) -> None:
@@ -288,6 +301,16 @@ class SelfResettingEnv(EnvBase):
             f"{self._name} returned values that are not finite: {text} (the first is environment {first}). Fix the "
             "environment, or terminate a state that diverges before its observation is returned."
         )
+
+    def to(self, device: torch.device | str | int) -> SelfResettingEnv:
+        """Refuses to move: the inner environment stays where it is."""
+        target = torch.empty(0, device=device).device
+        if target.type != self.device.type or None not in (target.index, self.device.index) and target != self.device:
+            raise RuntimeError(
+                f"{self._name} runs on {self.device} and cannot be moved to {device}. Build it there, or append "
+                "TorchRL's DeviceCastTransform."
+            )
+        return self
 
     def close(self, *, raise_if_closed: bool = True) -> None:
         """Close the inner environment, if it can be."""

@@ -12,6 +12,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torchrl.data import Binary, Bounded, Composite, Unbounded
 from torchrl.envs import EnvBase, StepCounter, TransformedEnv
 from torchrl.envs.utils import check_env_specs
@@ -322,6 +323,39 @@ def test_values_that_are_not_finite_are_refused(what: str, message: str) -> None
         collect(Broken())
 
 
+class HostReads(TorchDispatchMode):
+    """Counts how often the host waits for a number of the device."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("final", ["final_observations", None])
+def test_on_an_accelerator_the_host_does_not_wait_in_a_step(final: str | None) -> None:
+    class NoReads(ScriptedVecEnv):
+        def step(self, actions: Tensor) -> tuple[Any, ...]:
+            with torch.utils._python_dispatch._disable_current_modes():
+                observation, rewards, dones, extras = super().step(actions)
+                if len(self.actions) == 5:
+                    observation["critic"][2] = torch.nan
+                return observation, rewards, dones, {**extras, "log": {"level": 2.0, "height": torch.ones(3)}}
+
+    env = VecEnvAdapter(NoReads(final=final), log_keys=["level", "height"])
+    env._looking_is_free = False
+    root = env.reset()
+    for _ in range(2):  # until the first end of an episode, which is when the adapter learns what it has
+        root = env.step_and_maybe_reset(root.set("action", torch.zeros(3, 2)))[1]
+    for _ in range(3):
+        with HostReads() as reads:
+            env._step(TensorDict({"action": torch.zeros(3, 2)}, batch_size=[3]))
+        assert reads.count == 0
+    with pytest.raises(ValueError, match="'critic' in 1 of 3 environments"):
+        env.reset(TensorDict({"_reset": torch.tensor([[False], [False], [True]])}, batch_size=[3]))
+
+
 def test_a_row_that_runs_on_may_have_a_meaningless_final_observation() -> None:
     class Lazy(ScriptedVecEnv):
         def step(self, actions: Tensor) -> tuple[Any, ...]:
@@ -446,6 +480,9 @@ def test_seed_close_and_time_limits_are_those_of_the_inner_environment(caplog: p
     assert env.episode_length_buf.tolist() == [0, 2, 2]
     env.episode_length_buf = torch.tensor([1, 2, 3])
     assert inner.episode_length_buf.tolist() == [1, 2, 3]
+    assert env.to("cpu") is env
+    with pytest.raises(RuntimeError, match="runs on cpu and cannot be moved to meta"):
+        env.to("meta")
     env.close()
     assert inner.closed
 
