@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -123,7 +124,7 @@ class VecEnvAdapter(SelfResettingEnv):
             observation = (observation, {"observations": extras.get("observations", {})})
         groups = _groups(observation, self.num_envs, self._name)
         done = self._flags("dones", dones)
-        if "time_outs" in extras:
+        if extras.get("time_outs") is not None:
             time_outs = self._flags("extras['time_outs']", extras["time_outs"])
         else:
             time_outs = torch.zeros_like(done)
@@ -174,36 +175,40 @@ class VecEnvAdapter(SelfResettingEnv):
         return {"reward_groups": self._pack(groups)}
 
     def _inner_reset(self, rows: Tensor | None) -> TensorDict:
-        method, arguments = self._reset_method(rows)
-        result = method(**arguments) if isinstance(arguments, dict) else method(*arguments)
+        reset = self._reset_call(rows)
+        if reset is None:
+            what = "all its environments" if rows is None else "environments that have not ended"
+            raise RuntimeError(
+                f"{self._name} cannot reset {what}: it has none of reset(), reset(env_ids=...), reset_idx(env_ids). "
+                "Add one, and remove what ends episodes from outside (StepCounter(max_steps), max_frames_per_traj)."
+            )
+        result = reset()
         if result is None:  # reset_idx only resets
             result = self.inner.get_observations()
         return self._check_groups(_groups(result, self.num_envs, self._name), "reset")
 
-    def _reset_method(self, rows: Tensor | None) -> tuple[Callable[..., Any], Any]:
-        ids = torch.arange(self.num_envs, device=self.device) if rows is None else rows.nonzero().squeeze(-1)
+    def _reset_call(self, rows: Tensor | None) -> Callable[[], Any] | None:
+        """The call that resets all rows (None) or some ``[N]``; None when there is no such method."""
         for env in (self.inner, getattr(self.inner, "unwrapped", None)):
             reset, reset_idx = getattr(env, "reset", None), getattr(env, "reset_idx", None)
             if callable(reset) and rows is None:
-                return reset, {}
+                return reset
+            ids = torch.arange(self.num_envs, device=self.device) if rows is None else rows.nonzero().squeeze(-1)
             if callable(reset) and "env_ids" in inspect.signature(reset).parameters:
-                return reset, {"env_ids": ids}
+                return partial(reset, env_ids=ids)
             if callable(reset_idx):
-                return reset_idx, (ids,)
-        what = "all its environments" if rows is None else "environments that have not ended"
-        raise RuntimeError(
-            f"{self._name} cannot reset {what}: it has none of reset(), reset(env_ids=...), reset_idx(env_ids). Add "
-            "one, and remove what ends episodes from outside (StepCounter(max_steps), max_frames_per_traj)."
-        )
+                return partial(reset_idx, ids)
+        return None
 
     def _set_seed(self, seed: int | None) -> None:
         method = getattr(self.inner, "seed", None)
-        if callable(method):
-            method(seed)
+        if not callable(method):
+            self._say("seed", f"{self._name} has no seed(): set_seed changes nothing. Seed it where it is built.")
+            return
+        method(seed)
+        if self._reset_call(None) is not None:
             # The episodes that wait were drawn before the seed.
             self._waiting = torch.zeros_like(self._waiting)
-        else:
-            self._say("seed", f"{self._name} has no seed(): set_seed changes nothing. Seed it where it is built.")
 
 
 def _log_of(extras: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -221,7 +226,9 @@ def _groups(observation: Any, num_envs: int, name: str) -> TensorDict:
         if isinstance(more, Tensor):
             groups["critic"] = more
         elif isinstance(more, (Mapping, TensorDictBase)):
-            groups = {**dict(more.get("observations", more).items()), **groups}
+            # Beside groups, a plain dict may hold flags [N] and logs.
+            further = more["observations"] if "observations" in more.keys() else _wide(more, num_envs)
+            groups = {**dict(further.items()), **groups}
     elif isinstance(observation, (Mapping, TensorDictBase)):
         groups = dict(observation.items())
     else:
@@ -237,6 +244,15 @@ def _groups(observation: Any, num_envs: int, name: str) -> TensorDict:
             f"{name} returned observations of shape {short}; expected [{num_envs}, ...], one row per environment."
         )
     return TensorDict(groups, batch_size=[num_envs])
+
+
+def _wide(entries: Mapping[str, Any] | TensorDictBase, num_envs: int) -> dict[str, Tensor]:
+    """The entries ``[N, d, ...]``."""
+    return {
+        key: value
+        for key, value in entries.items()
+        if isinstance(value, Tensor) and value.dim() > 1 and value.shape[0] == num_envs
+    }
 
 
 def _is_group(value: Any) -> bool:

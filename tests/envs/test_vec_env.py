@@ -20,6 +20,7 @@ from torchrl.envs.utils import check_env_specs
 from edenrl.collectors import Collector
 from edenrl.config import load_config
 from edenrl.envs import PointMass, VecEnvAdapter, action_box, as_vec_env, make_env, register_env, registry, wrap_env
+from edenrl.modules import make_actor, observation_groups, value_critic
 from edenrl.objectives import GAE
 from edenrl.training import build_env, load_policy_weights, read_metrics, rollout_metrics
 
@@ -256,6 +257,20 @@ def test_buffers_that_are_overwritten_do_not_change_what_was_collected(form: str
     assert column(torch.stack(steps, 1), "next", "policy") == (NEXT_GIVEN if final else NEXT_MISSING)
 
 
+def test_log_probabilities_and_values_recomputed_from_overwritten_buffers_match() -> None:
+    env = VecEnvAdapter(ScriptedVecEnv(reuse=True))
+    groups = observation_groups(env.observation_spec)
+    actor = make_actor({"policy": groups["policy"]}, env.action_spec_unbatched, hidden=(8,))
+    critic = value_critic(groups, hidden=(8,))
+    data = next(iter(Collector(wrap_env(env), actor, frames_per_batch=15, total_frames=-1)))
+    log_prob = actor.get_dist(data).log_prob(data["action"])
+    torch.testing.assert_close(log_prob, data["action_log_prob"], rtol=1e-5, atol=1e-5)
+    GAE(gamma=0.9, lmbda=0.95, value_network=critic)(data)
+    known = torch.tensor(OBSERVATION).float().unsqueeze(-1)
+    value = critic(TensorDict({"policy": torch.cat([known, -known], -1), "critic": known}, [3, 5]))["state_value"]
+    torch.testing.assert_close(value, data["state_value"], rtol=1e-5, atol=1e-5)
+
+
 def test_the_log_reaches_the_metrics_of_a_rollout(caplog: pytest.LogCaptureFixture) -> None:
     log = {"Episode_Reward/track": torch.tensor([1.0, 2.0, 6.0]), "Curriculum/level": 0.5, "new": 1.0}
     inner = ScriptedVecEnv(extras={"log": log})
@@ -443,7 +458,23 @@ class Inside(Resettable):
         return inner
 
 
-@pytest.mark.parametrize("kind", [ByIds, ByIndex, Inside])
+class Tuples(Resettable):
+    """Returns (tensor, extras) from get_observations and reset, with flags and logs among the extras."""
+
+    def get_observations(self) -> Any:
+        policy, critic = super().get_observations().values()
+        return policy, {"critic": critic, "time_outs": torch.zeros(3), "log": {"x": 1.0}}
+
+    def step(self, actions: Tensor) -> tuple[Any, ...]:
+        observation, rewards, dones, extras = super().step(actions)
+        return (observation["policy"], {"critic": observation["critic"]}), rewards, dones, extras
+
+    def reset(self, env_ids: Tensor | None = None) -> Any:
+        self.restart(torch.arange(3) if env_ids is None else env_ids)
+        return self.get_observations()
+
+
+@pytest.mark.parametrize("kind", [ByIds, ByIndex, Inside, Tuples])
 def test_rows_that_did_not_end_are_reset_by_the_inner_environment(kind: type[Resettable]) -> None:
     env = VecEnvAdapter(kind())
     root = env.step_and_maybe_reset(env.reset().set("action", torch.zeros(3, 2)))[1]
@@ -471,10 +502,13 @@ def test_the_first_reset_hands_out_what_the_inner_environment_began() -> None:
 
 
 def test_seed_close_and_time_limits_are_those_of_the_inner_environment(caplog: pytest.LogCaptureFixture) -> None:
-    inner = ScriptedVecEnv()
+    inner, seeds = ScriptedVecEnv(), list[int]()
     env = VecEnvAdapter(inner)
     env.set_seed(3)
     assert "has no seed()" in caplog.text
+    inner.seed = seeds.append  # type: ignore[attr-defined]
+    env.set_seed(4)
+    assert seeds == [4]
     assert env.max_episode_length == 4
     env.rollout(2, break_when_any_done=False)
     assert env.episode_length_buf.tolist() == [0, 2, 2]
