@@ -71,15 +71,20 @@ class FillFinalObservation(Transform):
     def __init__(self) -> None:
         super().__init__(in_keys=[], out_keys=[])
         self._said = False
+        self._keys: list[NestedKey] = []
 
-    def _keys(self) -> list[NestedKey]:
-        assert self.parent is not None
-        return list(self.parent.observation_spec.keys(True, True))
+    def set_container(self, container: Transform | EnvBase) -> None:
+        """Attach to an environment; the keys of an earlier one are forgotten."""
+        self._keys = []
+        super().set_container(container)
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         done = next_tensordict.get("done")
         missing = torch.zeros_like(done)
-        entries = {key: next_tensordict.get(key) for key in self._keys()}
+        if not self._keys:
+            assert self.parent is not None
+            self._keys = list(self.parent.observation_spec.keys(True, True))
+        entries = {key: next_tensordict.get(key) for key in self._keys}
         for entry in entries.values():
             if entry.is_floating_point():
                 missing = missing | entry.isnan().reshape(*done.shape[:-1], -1).any(-1, keepdim=True)
