@@ -33,7 +33,7 @@ class EnvConfig(Config):
     """Which environment, how many copies, and how rewards and actions are treated at its boundary."""
 
     name: Name = "PointMass"
-    """Registered name, Gymnasium id ("HalfCheetah-v5" or "gym:HalfCheetah-v5"), or "mjlab:<task>"/"isaaclab:<task>"."""
+    """Registered name, Gymnasium id (Ant-v5 or gym:Ant-v5), mjlab:<task>, isaaclab:<task> or <module>:<function>."""
     num_envs: Count = 256
     """Environments stepped together."""
     kwargs: JsonDict = Field(default_factory=dict)

@@ -6,15 +6,18 @@ import difflib
 import importlib
 import importlib.util
 import inspect
+import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import gymnasium
 import torch
 from tensordict import TensorDictBase
-from torchrl.envs import EnvBase, IsaacLabWrapper, MJLabEnv
+from torchrl.envs import EnvBase, IsaacLabWrapper, MJLabEnv, TransformedEnv
 
 from edenrl.envs.gym import make_gym_env
+from edenrl.envs.transforms import FillFinalObservation
 
 __all__ = ["make_env", "register_env", "registered_envs"]
 
@@ -80,8 +83,9 @@ def make_env(
     """Build a batch of environments from a name.
 
     Args:
-        name: In this order: a registered name (any case); ``gym:<id>`` or a bare Gymnasium id; ``mjlab:<task>``;
-            ``isaaclab:<task>`` (with Isaac's app launched before).
+        name: In this order: a registered name (any case); ``mjlab:<task>``; ``isaaclab:<task>`` (with Isaac's app
+            launched before); ``<module>:<factory>``, a class or function as ``register_env`` takes it, in an installed
+            module or one in the working directory; ``gym:<id>`` or a bare Gymnasium id.
         num_envs: Number of environments, at least 1.
         device: Device of the tensors. Default ``"cpu"``.
         seed: Seed of the environment's own generator. Default: the environment's choice.
@@ -90,7 +94,7 @@ def make_env(
     Returns:
         An environment with batch size ``[num_envs]`` that keeps the true last observation of every episode in
         ``("next", ...)`` and resets rows through ``"_reset"``. Isaac Lab is the exception: it cannot leave its resets
-        to the caller, TorchRL writes NaN for the missing last observation, and ``edenrl.objectives.GAE`` refuses that.
+        to the caller and hides the last observation; the one acted on stands in for it, see ``FillFinalObservation``.
 
     Raises:
         ValueError: ``num_envs`` below 1, an unknown name (the message lists the closest), or an argument that the
@@ -118,15 +122,19 @@ def _build(name: str, num_envs: int, device: torch.device | str, seed: int | Non
         factory = _REGISTRY[name.lower()][1]
         _check_arguments(name, factory, num_envs, device, seed, kwargs)
         return factory(num_envs, device=device, seed=seed, **kwargs)
-    prefix, colon, rest = name.partition(":")
-    prefix = prefix.lower()
+    module, colon, rest = name.partition(":")
+    prefix = module.lower()
     if colon and prefix in ("mjlab", "isaaclab"):
         _refuse_vectorization(name, kwargs)
     if colon and prefix == "mjlab":
         return _make_mjlab(rest, num_envs, device, seed, kwargs)
     if colon and prefix == "isaaclab":
         return _make_isaaclab(rest, num_envs, device, seed, kwargs)
-    env_id = rest if colon and prefix == "gym" else name
+    if colon and prefix != "gym":
+        factory = _import_factory(name, module, rest)
+        _check_arguments(name, factory, num_envs, device, seed, kwargs)
+        return factory(num_envs, device=device, seed=seed, **kwargs)
+    env_id = rest if colon else name
     _check_gymnasium_id(name, env_id)
     try:
         return make_gym_env(env_id, num_envs, device=device, seed=seed, **kwargs)
@@ -147,6 +155,31 @@ def _refuse_vectorization(name: str, kwargs: dict[str, Any]) -> None:
             f"{name!r} steps its environments together as one batch: --env.vectorization {kwargs['vectorization']} is "
             "for Gymnasium ids. Leave it out."
         )
+
+
+def _import_factory(name: str, module: str, attribute: str) -> EnvFactory:
+    """The factory that ``module:attribute`` names; modules beside the caller are found as ``python -m`` finds them."""
+    here = os.getcwd()
+    if here not in sys.path:
+        # Last, so that a file in the working directory hides no installed package.
+        sys.path.append(here)
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise  # the module is there; something that it imports is not
+        raise ValueError(
+            f"Unknown environment {name!r}: there is no module {module!r} in {here} or among the installed packages. "
+            "Expected <module>:<factory>, with the module importable from here."
+        ) from error
+    if not callable(factory := getattr(found, attribute, None)):
+        names = [key for key, value in vars(found).items() if callable(value) and not key.startswith("_")]
+        close = difflib.get_close_matches(attribute, names, n=5, cutoff=0.5)
+        raise ValueError(
+            f"Unknown environment {name!r}: {module!r} has no function or class {attribute!r}. Closest names: "
+            f"{', '.join(close) or 'none'}."
+        )
+    return factory
 
 
 def _check_arguments(name: str, factory: EnvFactory, *call: Any) -> None:
@@ -174,8 +207,8 @@ def _check_gymnasium_id(name: str, env_id: str) -> None:
         close = [spelling[match] for match in difflib.get_close_matches(env_id.lower(), spelling, n=5, cutoff=0.5)]
         raise ValueError(
             f"Unknown environment {name!r}. Closest names: {', '.join(close) or 'none'}. Registered: "
-            f"{', '.join(registered_envs())}. Otherwise expected a Gymnasium id, gym:<id>, mjlab:<task> or "
-            "isaaclab:<task>."
+            f"{', '.join(registered_envs())}. Otherwise expected a Gymnasium id, gym:<id>, mjlab:<task>, "
+            "isaaclab:<task> or <module>:<factory>."
         ) from error
 
 
@@ -218,7 +251,8 @@ def _make_isaaclab(
     cfg = tasks.parse_env_cfg(task, device=str(device), num_envs=num_envs)
     if seed is not None:
         cfg.seed = seed
-    env: EnvBase = _FreshIsaacLabEnv(
+    env = _FreshIsaacLabEnv(
         gymnasium.make(task, cfg=cfg, **kwargs), device=torch.device(device), native_autoreset=False
     )
-    return env
+    # Isaac Lab resets inside `step`; TorchRL's wrapper writes NaN where the last observation would be.
+    return TransformedEnv(env, FillFinalObservation(), auto_unwrap=True)

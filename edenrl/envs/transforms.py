@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Sequence
 from typing import Literal
@@ -9,10 +10,20 @@ from typing import Literal
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
-from torchrl.data import Bounded, Composite, TensorSpec, Unbounded
+from torchrl.data import Binary, Bounded, Composite, TensorSpec, Unbounded
 from torchrl.envs import EnvBase, RewardScaling, RewardSum, StepCounter, Transform, TransformedEnv
 
-__all__ = ["ActionMode", "ClipAction", "FreshTensors", "action_box", "action_saturation", "wrap_env"]
+__all__ = [
+    "ActionMode",
+    "ClipAction",
+    "FillFinalObservation",
+    "FreshTensors",
+    "action_box",
+    "action_saturation",
+    "wrap_env",
+]
+
+_log = logging.getLogger("edenrl")
 
 ActionMode = Literal["clip", "squash", "none"]
 
@@ -39,6 +50,67 @@ class FreshTensors(Transform):
 
     def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
         return tensordict_reset.clone()
+
+
+class FillFinalObservation(Transform):
+    """Puts the observation acted on where a self-resetting simulator hides the last one of an episode.
+
+    TorchRL marks such ``("next", ...)`` entries of ended rows with NaN (Isaac Lab's wrapper does). This transform
+    replaces all of the row's entries by those of the step before and sets ``("next", "final_obs_missing")`` ``[N, 1]``
+    there, so that a time-out is bootstrapped with V(s_t), as rsl_rl does. NaN in rows that did not end is left for
+    ``edenrl.objectives.GAE`` to refuse. Says once that it had to.
+
+    Examples:
+        >>> from edenrl.envs import FillFinalObservation, PointMass
+        >>> from torchrl.envs import TransformedEnv
+        >>> env = TransformedEnv(PointMass(2, seed=0, max_steps=3), FillFinalObservation())
+        >>> env.rollout(3)["next", "final_obs_missing"].any()
+        tensor(False)
+    """
+
+    def __init__(self) -> None:
+        super().__init__(in_keys=[], out_keys=[])
+        self._said = False
+        self._keys: list[NestedKey] = []
+
+    def set_container(self, container: Transform | EnvBase) -> None:
+        """Attach to an environment; the keys of an earlier one are forgotten."""
+        self._keys = []
+        super().set_container(container)
+
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        done = next_tensordict.get("done")
+        missing = torch.zeros_like(done)
+        if not self._keys:
+            assert self.parent is not None
+            self._keys = list(self.parent.observation_spec.keys(True, True))
+        entries = {key: next_tensordict.get(key) for key in self._keys}
+        for entry in entries.values():
+            if entry.is_floating_point():
+                missing = missing | entry.isnan().reshape(*done.shape[:-1], -1).any(-1, keepdim=True)
+        missing = missing & done
+        for key, entry in entries.items():
+            rows = missing.reshape(*done.shape[:-1], *[1] * (entry.dim() - done.dim() + 1))
+            next_tensordict.set(key, torch.where(rows, tensordict.get(key), entry))
+        # Reads the host until the first such episode, then never again.
+        if not self._said and bool(missing.any()):
+            self._said = True
+            _log.warning(
+                "The simulator resets itself and does not give the last observation of an episode. The observation "
+                "acted on stands in for it: a time-out is bootstrapped with V(s_t) instead of V(s_t+1), as rsl_rl does."
+                " ('next', 'final_obs_missing') marks these steps."
+            )
+        return next_tensordict.set("final_obs_missing", missing)
+
+    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
+        assert self.parent is not None
+        return tensordict_reset.set("final_obs_missing", self.parent.full_done_spec["done"].zero())
+
+    def transform_observation_spec(self, observation_spec: Composite) -> Composite:
+        """Adds the mark."""
+        shape = (*observation_spec.shape, 1)
+        observation_spec["final_obs_missing"] = Binary(1, shape, device=observation_spec.device, dtype=torch.bool)
+        return observation_spec
 
 
 class ClipAction(Transform):
@@ -203,7 +275,7 @@ def wrap_env(env: EnvBase, *, action_mode: ActionMode = "clip", reward_scale: fl
     if reward_scale != 1.0:
         transforms.append(RewardScaling(loc=0.0, scale=reward_scale))
     transforms.append(StepCounter())
-    wrapped = TransformedEnv(env)
+    wrapped = TransformedEnv(env, auto_unwrap=True)
     for transform in transforms:
         wrapped.append_transform(transform)
     return wrapped

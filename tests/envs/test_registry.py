@@ -4,6 +4,7 @@ import importlib.util
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -118,3 +119,51 @@ def test_num_envs_must_be_a_positive_whole_number(num_envs: object) -> None:
 
 def test_prefixes_are_taken_in_any_case() -> None:
     assert make_env("GYM:CartPole-v1", 2).batch_size == (2,)
+
+
+MODULE = """
+from edenrl.envs import PointMass, VecEnvAdapter, as_vec_env
+
+
+def adapted(num_envs, *, device, seed, max_steps=5):
+    return VecEnvAdapter(as_vec_env(PointMass(num_envs, device=device, seed=seed, max_steps=max_steps)))
+
+
+class Mine(PointMass):
+    pass
+
+
+number = 3
+"""
+
+
+@pytest.fixture
+def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with a module of the user's own."""
+    (tmp_path / "my_robots.py").write_text(MODULE)
+    (tmp_path / "my_broken.py").write_text("import no_such_package")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry != ""])
+    for name in ("my_robots", "my_broken"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return tmp_path
+
+
+def test_a_factory_in_the_users_own_module_is_named_by_module_and_factory(in_folder: Path) -> None:
+    env = make_env("my_robots:adapted", 3, seed=1, max_steps=7)
+    assert env.batch_size == (3,) and env.max_episode_length == 7
+    assert type(make_env("my_robots:Mine", 2)).__name__ == "Mine"
+    assert isinstance(make_env("edenrl.envs:PointMass", 1), PointMass)
+
+
+def test_mistakes_in_module_and_factory_are_named(in_folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"'my_robots:adaptd': 'my_robots' has no function or class 'adaptd'.*adapted"):
+        make_env("my_robots:adaptd", 1)
+    with pytest.raises(ValueError, match="has no function or class 'number'"):
+        make_env("my_robots:number", 1)
+    with pytest.raises(ValueError, match=f"no module 'my_robot' in {in_folder}"):
+        make_env("my_robot:adapted", 1)
+    with pytest.raises(ModuleNotFoundError, match="no_such_package"):
+        make_env("my_broken:adapted", 1)
+    with pytest.raises(ValueError, match="takes .*max_steps.* called with .*'steps'"):
+        make_env("my_robots:adapted", 1, steps=3)

@@ -8,12 +8,22 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import NormalParamExtractor, TensorDictModule
 from torch import nn
 from torchrl.collectors import Collector
-from torchrl.data import Bounded, Composite, Unbounded
-from torchrl.envs import EnvBase, RewardSum, StepCounter, TransformedEnv
+from torchrl.data import Binary, Bounded, Composite, Unbounded
+from torchrl.envs import EnvBase, RewardSum, StepCounter, TransformedEnv, VecGymEnvTransform
 from torchrl.envs.utils import check_env_specs
 from torchrl.modules import IndependentNormal, ProbabilisticActor
 
-from edenrl.envs import ClipAction, FreshTensors, PointMass, action_box, action_saturation, make_gym_env, wrap_env
+from edenrl.envs import (
+    ClipAction,
+    FillFinalObservation,
+    FreshTensors,
+    PointMass,
+    action_box,
+    action_saturation,
+    make_gym_env,
+    wrap_env,
+)
+from edenrl.objectives import GAE
 
 
 class Echo(EnvBase):
@@ -158,3 +168,86 @@ def test_a_cloned_clip_takes_the_box_of_its_new_environment() -> None:
     other = TransformedEnv(PointMass(2), first.transform.clone())
     action = torch.full((2, 2), 5.0)
     assert other.step(other.reset().set("action", action))["next", "observation"][:, 6:8].max() == 1.0
+
+
+class HidesItsLastObservation(EnvBase):
+    """Counts, and resets row i inside step after 3 + i steps; row 1 starts at 10. Reset as TorchRL's Isaac wrapper."""
+
+    def __init__(self, nan_in_running_row: bool = False) -> None:
+        super().__init__(batch_size=[2])
+        self.observation_spec = Composite(
+            policy=Unbounded((2, 2)), image=Unbounded((2, 4), dtype=torch.uint8), shape=[2]
+        )
+        self.action_spec = Unbounded((2, 1))
+        self.reward_spec = Unbounded((2, 1))
+        self.full_done_spec = Composite(
+            {name: Binary(1, (2, 1), dtype=torch.bool) for name in ("done", "terminated", "truncated")}, shape=[2]
+        )
+        self.nan_in_running_row = nan_in_running_row
+
+    def _set_seed(self, seed: int | None) -> None:
+        pass
+
+    def _out(self) -> dict[str, torch.Tensor]:
+        value = (self.count + torch.tensor([0, 10])).unsqueeze(-1)
+        return {"policy": value.float().repeat(1, 2), "image": value.to(torch.uint8).repeat(1, 4)}
+
+    def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: object) -> TensorDictBase:
+        mask = None if tensordict is None else tensordict.get("_reset", None)
+        if mask is not None and not mask.all():
+            return tensordict.exclude("_reset")  # type: ignore[union-attr]
+        self.count = torch.zeros(2, dtype=torch.long)
+        return TensorDict(self._out(), [2])
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDict:
+        self.count = self.count + 1
+        truncated = self.count >= torch.tensor([3, 4])
+        self.count = self.count * ~truncated
+        out = TensorDict({**self._out(), "reward": torch.ones(2, 1)}, [2])
+        if self.nan_in_running_row:
+            out["policy"][1, 1] = torch.nan
+        flag = truncated.unsqueeze(-1)
+        return out.update({"done": flag, "terminated": torch.zeros_like(flag), "truncated": flag.clone()})
+
+
+def as_isaac_lab(**kwargs: bool) -> TransformedEnv:
+    """What the registry builds for isaaclab:<task>."""
+    inner = TransformedEnv(HidesItsLastObservation(**kwargs), VecGymEnvTransform())
+    return TransformedEnv(inner, FillFinalObservation(), auto_unwrap=True)
+
+
+def test_hidden_last_observations_become_those_acted_on(caplog: pytest.LogCaptureFixture) -> None:
+    bare = TransformedEnv(HidesItsLastObservation(), VecGymEnvTransform()).rollout(5, break_when_any_done=False)
+    assert bare["next", "policy"].isnan().any(-1).nonzero().tolist() == [[0, 2], [1, 3]]
+
+    collector = Collector(wrap_env(as_isaac_lab()), None, frames_per_batch=20, total_frames=-1)
+    data = next(iter(collector))
+    collector.shutdown()
+    assert data["policy"][..., 0].tolist()[0][:3] == [0, 1, 2]
+    assert data["next", "policy"][0, :, 1].tolist()[:3] == [1, 2, 2]
+    assert data["policy"][1, :, 0].tolist()[:4] == [10, 11, 12, 13]
+    assert data["next", "policy"][1, :, 1].tolist()[:4] == [11, 12, 13, 13]
+    assert data["next", "image"][1, :4, 0].tolist() == [11, 12, 13, 13]
+    assert torch.equal(data["next", "final_obs_missing"], data["next", "done"])
+    assert not data["final_obs_missing"].any()
+    assert [r.message.count("V(s_t)") for r in caplog.records] == [1]
+
+
+def test_a_time_out_is_then_bootstrapped_from_the_value_acted_on() -> None:
+    # V(s) = s, rewards 1, gamma 0.9, lambda 0: 1 + 0.9 * 1 - 0, 1 + 0.9 * 2 - 1, then V(s_t): 1 + 0.9 * 2 - 2.
+    critic = TensorDictModule(lambda x: x[..., :1], in_keys=["policy"], out_keys=["state_value"])
+    data = as_isaac_lab().rollout(3, break_when_any_done=False)
+    advantage = GAE(gamma=0.9, lmbda=0.0, value_network=critic)(data)["advantage"]
+    torch.testing.assert_close(advantage[0].flatten(), torch.tensor([1.9, 1.8, 0.8]))
+
+
+def test_nan_in_a_running_row_is_left_to_be_refused() -> None:
+    data = as_isaac_lab(nan_in_running_row=True).rollout(2)
+    critic = TensorDictModule(lambda x: x[..., :1], in_keys=["policy"], out_keys=["state_value"])
+    assert not data["next", "final_obs_missing"].any()
+    with pytest.raises(ValueError, match=r"'policy'.* holds nan at env 1"):
+        GAE(gamma=0.9, lmbda=0.0, value_network=critic)(data)
+
+
+def test_specs_of_filled_observations() -> None:
+    check_env_specs(TransformedEnv(PointMass(3, max_steps=2), FillFinalObservation()))

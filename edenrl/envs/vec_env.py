@@ -1,0 +1,403 @@
+"""Vector environments in the style of rsl_rl, as TorchRL environments and back."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from numbers import Real
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+from torchrl.data import Bounded, TensorSpec, Unbounded
+from torchrl.envs import EnvBase, TransformedEnv
+from torchrl.envs.utils import step_mdp
+
+from edenrl.envs.self_resetting import InnerStep, SelfResettingEnv, action_spec_of, find_time_limit
+
+__all__ = ["VecEnvAdapter", "as_vec_env"]
+
+_FINAL = ("final_observations", "final_obs", "time_outs_obs")
+_REWARD_GROUPS = {"rg": "task", "rs": "style", "rp": "penalty"}
+_NOT_GROUPS = ("metrics", "reward_groups", "final_obs_missing")
+
+
+class VecEnvAdapter(SelfResettingEnv):
+    """An rsl_rl-style vector environment (Isaac Lab, mjlab, legged_gym and their kin) as a TorchRL environment.
+
+    The inner environment has ``num_envs``, ``num_actions``, ``device``, ``get_observations()`` and
+    ``step(actions) -> (observations, rewards, dones, extras)``, and resets ended rows inside ``step``.
+
+    Observations are groups ``[N, *]``, one root key each: a TensorDict or dict of groups; a lone tensor, which is the
+    group ``policy``; or, as older versions do, a tensor with further groups in ``extras["observations"]``, or a tensor
+    with a second one for the ``critic`` (``step`` then returns five values). All forms give the same groups.
+
+    ``extras["time_outs"]`` (all flags ``[N]`` or ``[N, 1]``, of any dtype) makes a done row ``truncated``, every other
+    done row is ``terminated``. ``extras["final_observations"]``, ``["final_obs"]`` or ``["time_outs_obs"]``, in any of
+    the forms above and with all ``N`` rows, is the last observation of ended rows; see ``SelfResettingEnv`` for what
+    happens without. What is missing is logged once.
+
+    Keys, for ``N`` environments: the groups; ``action`` ``[N, num_actions]``, bounded when the inner environment has a
+    Gymnasium box ``single_action_space``; ``("next", "reward")`` ``[N, 1]`` and the three done flags;
+    ``("next", "final_obs_missing")`` ``[N, 1]``; ``("next", "metrics", name)`` ``[N, 1]`` for each ``log_keys``, the
+    mean that the inner environment reported last, repeated in every row; and ``("next", "reward_groups", name)``
+    ``[N, 1]``: ``task`` from ``extras["rg"]``, ``style`` from ``extras["rs"]``, ``penalty`` from ``extras["rp"]``.
+
+    The first ``reset`` hands out the episodes that the inner environment has started by itself, as rsl_rl's runner
+    does. Later ones, and rows that are reset before they ended, need ``reset()``, ``reset(env_ids=...)`` or
+    ``reset_idx(env_ids)`` of the inner environment or of its ``unwrapped``.
+
+    Args:
+        env: the inner environment.
+        log_keys: names in ``extras["log"]`` (or ``["episode"]``) to report; default: those in ``env.extras`` (or
+            ``env.unwrapped.extras``) now. TorchRL needs them before the first step.
+        reward_groups: whether ``extras`` holds reward groups; default: whether ``env.extras`` holds them now.
+
+    Raises:
+        TypeError: something that an rsl_rl-style environment has is missing, or has the wrong type.
+        ValueError: observations without a row per environment, or that change their shape; values that are not finite.
+
+    Examples:
+        >>> from edenrl.envs import PointMass, VecEnvAdapter, as_vec_env
+        >>> env = VecEnvAdapter(as_vec_env(PointMass(4, seed=0)))
+        >>> env.rollout(3)["observation"].shape
+        torch.Size([4, 3, 14])
+    """
+
+    def __init__(self, env: Any, *, log_keys: Sequence[str] | None = None, reward_groups: bool | None = None) -> None:
+        needed = ("num_envs", "num_actions", "device", "get_observations", "step")
+        if absent := [name for name in needed if not hasattr(env, name)]:
+            raise TypeError(
+                f"VecEnvAdapter was given a {type(env).__name__} without {', '.join(absent)}; expected an rsl_rl-style "
+                f"vector environment with {', '.join(needed)}."
+            )
+        announced: Mapping[str, Any] = {}
+        for owner in (getattr(env, "unwrapped", None), env):
+            extras = getattr(owner, "extras", None)
+            announced = extras if isinstance(extras, Mapping) else announced
+        if log_keys is None:
+            log_keys = list(_log_of(announced))
+        if reward_groups is None:
+            reward_groups = all(name in announced for name in _REWARD_GROUPS)
+        observation = env.get_observations()
+        privileged = getattr(env, "get_privileged_observations", None)
+        if isinstance(observation, Tensor) and callable(privileged):
+            observation = (observation, privileged())
+        space = getattr(env, "single_action_space", None)
+        num_envs, num_actions, device = int(env.num_envs), int(env.num_actions), torch.device(env.device)
+        action_spec: TensorSpec = Unbounded((num_envs, num_actions), device=device)
+        if isinstance(space, spaces.Box):
+            action_spec = action_spec_of(space, num_envs, device)
+        super().__init__(
+            env,
+            _groups(observation, num_envs, type(env).__name__),
+            action_spec,
+            metrics=log_keys,
+            reward_groups=_REWARD_GROUPS.values() if reward_groups else (),
+        )
+
+    @property
+    def episode_length_buf(self) -> Tensor:
+        """Steps taken in the running episodes ``[N]``, as the inner environment counts them; can be set."""
+        return self.inner.episode_length_buf
+
+    @episode_length_buf.setter
+    def episode_length_buf(self, value: Tensor) -> None:
+        self.inner.episode_length_buf = value
+
+    @property
+    def max_episode_length(self) -> int | Tensor:
+        """The inner environment's time limit in steps."""
+        return self.inner.max_episode_length
+
+    def _inner_step(self, action: Tensor) -> InnerStep:
+        observation, *privileged, rewards, dones, extras = self.inner.step(action)
+        if not isinstance(extras, Mapping):
+            raise TypeError(f"{self._name} returned {extras!r} as extras from step; expected a dict.")
+        if privileged:
+            observation = (observation, privileged[0])
+        elif isinstance(observation, Tensor):
+            observation = (observation, {"observations": extras.get("observations", {})})
+        groups = _groups(observation, self.num_envs, self._name)
+        done = self._flags("dones", dones)
+        if extras.get("time_outs") is not None:
+            time_outs = self._flags("extras['time_outs']", extras["time_outs"])
+        else:
+            time_outs = torch.zeros_like(done)
+            # Reads the host until the first episode has ended, then never again.
+            if "time_outs" not in self._said and bool(done.any()):
+                self._say(
+                    "time_outs",
+                    f"{self._name} gives no extras['time_outs']: every end of an episode counts as a termination, and "
+                    "none is bootstrapped. If it has a time limit, let it report one.",
+                )
+        final = next((extras[name] for name in _FINAL if extras.get(name) is not None), None)
+        return InnerStep(
+            observation=self._check_groups(groups, "step"),
+            reward=self._columns("rewards", rewards),
+            terminated=done & ~time_outs,
+            truncated=done & time_outs,
+            final=None if final is None else self._check_groups(_groups(final, self.num_envs, self._name), "final"),
+            extra=self._read_extras(extras),
+        )
+
+    def _read_extras(self, extras: Mapping[str, Any]) -> dict[str, Any]:
+        log = _log_of(extras)
+        if unknown := [name for name in log if name not in self._metrics]:
+            self._say(
+                "log",
+                f"{self._name} logs {unknown}, which it did not announce in its `extras` when it was wrapped. Pass "
+                "VecEnvAdapter(env, log_keys=[...]) to see them.",
+            )
+        for name in self._metrics:
+            value = log.get(name)
+            if isinstance(value, Tensor) and value.numel():
+                self._metrics[name] = value.detach().to(self.device, self._float).mean()
+            elif isinstance(value, Real):
+                self._metrics[name] = torch.full((), float(value), device=self.device, dtype=self._float)
+        if not self._reward_groups:
+            if all(name in extras for name in _REWARD_GROUPS):
+                self._say(
+                    "reward_groups",
+                    f"{self._name} gives reward groups. Pass VecEnvAdapter(env, reward_groups=True) to see them.",
+                )
+            return {}
+        if absent := [name for name in _REWARD_GROUPS if name not in extras]:
+            raise ValueError(f"{self._name} gave no extras {absent}; expected all of {list(_REWARD_GROUPS)}.")
+        groups = {
+            group: self._columns(f"extras[{name!r}]", extras[name]).to(self._float).clone()
+            for name, group in _REWARD_GROUPS.items()
+        }
+        return {"reward_groups": self._pack(groups)}
+
+    def _inner_reset(self, rows: Tensor | None) -> TensorDict:
+        reset = self._reset_call(rows)
+        if reset is None:
+            what = "all its environments" if rows is None else "environments that have not ended"
+            raise RuntimeError(
+                f"{self._name} cannot reset {what}: it has none of reset(), reset(env_ids=...), reset_idx(env_ids). "
+                "Add one, and remove what ends episodes from outside (StepCounter(max_steps), max_frames_per_traj)."
+            )
+        result = reset()
+        if result is None:  # reset_idx only resets
+            result = self.inner.get_observations()
+        return self._check_groups(_groups(result, self.num_envs, self._name), "reset")
+
+    def _reset_call(self, rows: Tensor | None) -> Callable[[], Any] | None:
+        """The call that resets all rows (None) or some ``[N]``; None when there is no such method."""
+        for env in (self.inner, getattr(self.inner, "unwrapped", None)):
+            reset, reset_idx = getattr(env, "reset", None), getattr(env, "reset_idx", None)
+            if callable(reset) and rows is None:
+                return reset
+            ids = torch.arange(self.num_envs, device=self.device) if rows is None else rows.nonzero().squeeze(-1)
+            if callable(reset) and "env_ids" in inspect.signature(reset).parameters:
+                return partial(reset, env_ids=ids)
+            if callable(reset_idx):
+                return partial(reset_idx, ids)
+        return None
+
+    def _set_seed(self, seed: int | None) -> None:
+        method = getattr(self.inner, "seed", None)
+        if not callable(method):
+            self._say("seed", f"{self._name} has no seed(): set_seed changes nothing. Seed it where it is built.")
+            return
+        method(seed)
+        if self._reset_call(None) is not None:
+            # The episodes that wait were drawn before the seed.
+            self._waiting = torch.zeros_like(self._waiting)
+
+
+def _log_of(extras: Mapping[str, Any]) -> Mapping[str, Any]:
+    log = extras.get("log", extras.get("episode"))
+    return log if isinstance(log, Mapping) else {}
+
+
+def _groups(observation: Any, num_envs: int, name: str) -> TensorDict:
+    """Observation groups ``[N, *]`` from any of the forms that vector environments return."""
+    more: Any = None
+    if isinstance(observation, tuple) and len(observation) == 2:
+        observation, more = observation
+    if isinstance(observation, Tensor):
+        groups: dict[str, Any] = {"policy": observation}
+        if isinstance(more, Tensor):
+            groups["critic"] = more
+        elif isinstance(more, (Mapping, TensorDictBase)):
+            # Beside groups, a plain dict may hold flags [N] and logs.
+            further = more["observations"] if "observations" in more.keys() else _wide(more, num_envs)
+            groups = {**dict(further.items()), **groups}
+    elif isinstance(observation, (Mapping, TensorDictBase)):
+        groups = dict(observation.items())
+    else:
+        raise TypeError(
+            f"{name} returned observations of type {type(observation).__name__}; expected a TensorDict or dict of "
+            "groups, a tensor, or a tensor with a dict of further groups."
+        )
+    if wrong := {key: type(value).__name__ for key, value in groups.items() if not _is_group(value)}:
+        raise TypeError(f"{name} returned observation groups {wrong}; expected tensors, or dicts of tensors.")
+    shapes = {key: tuple(value.shape) for key, value in groups.items() if isinstance(value, Tensor)}
+    if short := {key: shape for key, shape in shapes.items() if shape[:1] != (num_envs,)}:
+        raise ValueError(
+            f"{name} returned observations of shape {short}; expected [{num_envs}, ...], one row per environment."
+        )
+    return TensorDict(groups, batch_size=[num_envs])
+
+
+def _wide(entries: Mapping[str, Any] | TensorDictBase, num_envs: int) -> dict[str, Tensor]:
+    """The entries ``[N, d, ...]``."""
+    return {
+        key: value
+        for key, value in entries.items()
+        if isinstance(value, Tensor) and value.dim() > 1 and value.shape[0] == num_envs
+    }
+
+
+def _is_group(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(map(_is_group, value.values()))
+    return isinstance(value, (Tensor, TensorDictBase))
+
+
+def as_vec_env(env: EnvBase, *, max_episode_length: int | None = None) -> Any:
+    """An rsl_rl-style view of a TorchRL environment, for rsl_rl's runners and for comparisons with them.
+
+    It has what rsl-rl-lib 5 asks of its ``VecEnv``: ``num_envs``, ``num_actions``, ``max_episode_length``,
+    ``episode_length_buf``, ``device``, ``cfg``, ``get_observations() -> TensorDict``, and
+    ``step(actions) -> (observations, rewards [N], dones [N] long, extras)``, which resets ended rows. Besides:
+    ``reset(env_ids=None)``, ``seed(seed)``, ``close()``, ``single_action_space``, and ``extras``, the last ones.
+
+    ``extras`` holds ``time_outs`` ``[N]`` (truncated and not terminated), ``final_observations`` (the groups of the
+    true last observations, valid in ended rows), ``log`` in steps that ended an episode (means of
+    ``("next", "metrics")`` over those that ended), and ``rg``, ``rs``, ``rp`` ``[N]`` when the environment publishes
+    reward groups.
+
+    Everything it returns is a copy without gradient, and usable outside of inference mode.
+
+    Args:
+        env: the environment, batch size ``[N]``, actions ``[N, a]`` of floating-point numbers.
+        max_episode_length: steps after which a row is truncated; default: ``max_episode_length`` or ``max_steps`` of
+            the environment itself, whose own limit then ends episodes at the same step. ``episode_length_buf`` can be
+            set, as rsl_rl does to spread the first time-outs.
+
+    Raises:
+        TypeError: ``env`` is no ``EnvBase``, or its actions are not floating-point vectors.
+        ValueError: ``env`` has another batch shape, or no time limit is known.
+
+    Examples:
+        >>> import torch
+        >>> from edenrl.envs import PointMass, as_vec_env
+        >>> env = as_vec_env(PointMass(4, seed=0))
+        >>> observations, rewards, dones, extras = env.step(torch.zeros(4, 2))
+        >>> observations["observation"].shape, rewards.shape, extras["time_outs"].any()
+        (torch.Size([4, 14]), torch.Size([4]), tensor(False))
+    """
+    return _VecEnvView(env, max_episode_length)
+
+
+class _VecEnvView:
+    def __init__(self, env: EnvBase, max_episode_length: int | None) -> None:
+        if not isinstance(env, EnvBase):
+            raise TypeError(f"as_vec_env was given a {type(env).__name__}; expected a torchrl.envs.EnvBase.")
+        if len(env.batch_size) != 1:
+            raise ValueError(f"as_vec_env needs an environment of batch size [N], got {list(env.batch_size)}.")
+        action = env.action_spec
+        if not action.dtype.is_floating_point or len(action.shape) != 2:
+            raise TypeError(f"as_vec_env needs actions [N, a] of floating-point numbers, got {action}.")
+        core = env
+        while isinstance(core, TransformedEnv):
+            core = core.base_env
+        limit = find_time_limit(core) if max_episode_length is None else max_episode_length
+        if limit is None:
+            raise ValueError(
+                f"{type(core).__name__} has neither max_episode_length nor max_steps. Pass "
+                "as_vec_env(env, max_episode_length=...)."
+            )
+        self.env, self.num_envs, self.num_actions = env, env.batch_size[0], action.shape[-1]
+        self.max_episode_length, self.device = limit, env.device or torch.device("cpu")
+        self.episode_length_buf = torch.zeros(self.num_envs, dtype=torch.long, device=self.device)
+        self.cfg = {"env": type(core).__name__, "num_envs": self.num_envs, "max_episode_length": int(limit)}
+        spec = env.observation_spec
+        self._groups = [key for key in spec.keys() if key not in _NOT_GROUPS]
+        self._metrics = self._columns_under("metrics")
+        groups = self._columns_under("reward_groups")
+        self._reward_groups = {name: group for name, group in _REWARD_GROUPS.items() if group in groups}
+        low, high = -np.inf, np.inf
+        one = env.action_spec_unbatched
+        if isinstance(one, Bounded):
+            low, high = one.space.low.cpu().numpy(), one.space.high.cpu().numpy()
+        self.single_action_space = spaces.Box(low, high, (self.num_actions,))
+        zero = torch.zeros(self.num_envs, device=self.device)
+        self.extras: dict[str, Any] = {name: zero for name in self._reward_groups}
+        if self._metrics:
+            self.extras["log"] = dict.fromkeys(self._metrics, 0.0)
+        self._root: TensorDictBase | None = None
+
+    def _columns_under(self, name: str) -> list[str]:
+        """Names of the entries under a root key that hold one number per row."""
+        spec = self.env.observation_spec
+        found = spec[name] if name in spec.keys() else {}
+        return [key for key, leaf in found.items() if leaf.shape.numel() == self.num_envs] if found else []
+
+    def _observe(self, data: TensorDictBase) -> TensorDict:
+        return data.select(*self._groups).clone()
+
+    def _current(self) -> TensorDictBase:
+        if self._root is None:
+            self._root = self.env.reset()
+        return self._root
+
+    def get_observations(self) -> TensorDict:
+        with torch.inference_mode(False), torch.no_grad():
+            return self._observe(self._current())
+
+    def reset(self, env_ids: Tensor | None = None) -> tuple[TensorDict, dict[str, Any]]:
+        with torch.inference_mode(False), torch.no_grad():
+            if env_ids is None:
+                self._root = self.env.reset()
+                self.episode_length_buf = torch.zeros_like(self.episode_length_buf)
+            else:
+                rows = torch.zeros(self.num_envs, dtype=torch.bool, device=self.device)
+                self._restart(rows.index_fill(0, env_ids.to(self.device), True))
+            return self._observe(self._current()), self.extras
+
+    def _restart(self, rows: Tensor) -> None:
+        self._root = self.env.reset(self._current().set("_reset", rows.unsqueeze(-1)))
+        self.episode_length_buf = self.episode_length_buf * ~rows
+
+    def step(self, actions: Tensor) -> tuple[TensorDict, Tensor, Tensor, dict[str, Any]]:
+        # rsl_rl steps in inference mode, whose tensors could never enter autograd or be written to afterwards.
+        with torch.inference_mode(False), torch.no_grad():
+            return self._step(actions.to(self.device).clone())
+
+    def _step(self, actions: Tensor) -> tuple[TensorDict, Tensor, Tensor, dict[str, Any]]:
+        data = self.env.step(self._current().set(self.env.action_key, actions))
+        after = data["next"]
+        self.episode_length_buf = self.episode_length_buf + 1
+        terminated = after["terminated"].reshape(-1)
+        # The buffer was written by the caller, perhaps: its count decides beside the environment's own.
+        limit = self.episode_length_buf >= self.max_episode_length
+        done = after["done"].reshape(-1) | limit
+        extras: dict[str, Any] = {
+            "time_outs": done & ~terminated,
+            "final_observations": self._observe(after),
+            **{name: after["reward_groups", group].reshape(-1).clone() for name, group in self._reward_groups.items()},
+        }
+        rewards = after["reward"].reshape(-1).clone()
+        self._root = step_mdp(data)
+        if bool(done.any()):
+            if self._metrics:
+                values = {name: after["metrics", name].reshape(-1) for name in self._metrics}
+                extras["log"] = {name: value[done].float().mean() for name, value in values.items()}
+            self._restart(done)
+        self.extras = extras
+        return self._observe(self._current()), rewards, done.long(), extras
+
+    def seed(self, seed: int) -> int:
+        self._root = None
+        return self.env.set_seed(seed)
+
+    def close(self) -> None:
+        self.env.close(raise_if_closed=False)
