@@ -8,6 +8,7 @@ from edenrl.config.base import Config
 from edenrl.config.cli import load_config, parse_cli, save_config
 from edenrl.config.ppo import PPOConfig
 from edenrl.config.run import CheckpointConfig, EnvConfig, EvaluationConfig, LoggerConfig, RunConfig
+from edenrl.config.simba import SimbaPPOConfig
 
 __all__ = [
     "CheckpointConfig",
@@ -17,6 +18,7 @@ __all__ = [
     "LoggerConfig",
     "PPOConfig",
     "RunConfig",
+    "SimbaPPOConfig",
     "load_config",
     "parse_cli",
     "save_config",

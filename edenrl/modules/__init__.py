@@ -12,16 +12,38 @@ from edenrl.modules.actor_critic import (
     value_critic,
 )
 from edenrl.modules.normalization import RunningNorm
+from edenrl.modules.simba import (
+    GaussianSimBa,
+    GroupEncoder,
+    GroupSimBa,
+    HyperDense,
+    Scaler,
+    SimBa,
+    post_step_hook,
+    project_,
+    simba_actor,
+    simba_critic,
+)
 
 __all__ = [
     "GaussianMLP",
+    "GaussianSimBa",
+    "GroupEncoder",
     "GroupMLP",
+    "GroupSimBa",
+    "HyperDense",
     "RunningNorm",
+    "Scaler",
+    "SimBa",
     "StateIndependentStd",
     "categorical_actor",
     "gaussian_actor",
     "make_actor",
     "observation_groups",
+    "post_step_hook",
+    "project_",
+    "simba_actor",
+    "simba_critic",
     "update_normalization",
     "value_critic",
 ]
