@@ -304,7 +304,8 @@ class GroupSimBa(nn.Module):
         encoder_hidden: hidden widths of ``GroupEncoder``; ``None`` feeds the observations to the trunk as they are.
         latent_dim: output width of each encoder.
         normalize: whether a ``RunningNorm`` (clipped at 10) of the concatenated observation stands in front.
-        compile: run the trunk through ``torch.compile``. The state dict, copies and exports do not know of it.
+        compile: run the trunk through ``torch.compile``; a string names the backend. State dict and exports do not know
+            of it, and copies run uncompiled.
         trunk: options of ``SimBa``: hidden_dim, num_blocks, expansion, c_shift.
 
     Examples:
@@ -321,7 +322,7 @@ class GroupSimBa(nn.Module):
         encoder_hidden: Sequence[int] | Mapping[str, Sequence[int]] | None = (256,),
         latent_dim: int = 128,
         normalize: bool = True,
-        compile: bool = False,
+        compile: bool | str = False,
         **trunk: Any,
     ) -> None:
         super().__init__()
@@ -331,7 +332,8 @@ class GroupSimBa(nn.Module):
         features = sum(self.widths) if self.encoder is None else self.encoder.out_features
         self.trunk = SimBa(features, out_features, **trunk)
         if compile:
-            self.trunk.compile()
+            # In place: a wrapper module would put a prefix before every key of the state dict.
+            self.trunk.compile(**({"backend": compile} if isinstance(compile, str) else {}))
 
     def forward(self, *groups: Tensor) -> Tensor:
         """Maps groups of shape ``(*batch, width)`` to ``(*batch, out_features)``."""
@@ -340,7 +342,8 @@ class GroupSimBa(nn.Module):
             x = self.norm(x)
         if self.encoder is not None:
             x = self.encoder(*x.split(self.widths, -1))
-        return self.trunk(x)
+        # The TorchScript tracer, which the older ONNX exporter uses, refuses compiled functions.
+        return self.trunk.forward(x) if torch.jit.is_tracing() else self.trunk(x)
 
     def update_normalization(self, *groups: Tensor) -> None:
         """Merges a batch of inputs into the running statistics."""

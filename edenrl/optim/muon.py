@@ -16,9 +16,9 @@ _PARALLEL = (nn.ModuleDict, LossModule)  # their children are not a chain: each 
 
 
 def _matrices(module: nn.Module) -> list[Tensor]:
-    """The weight matrices of a linear or recurrent layer; of any other module none."""
+    """The trainable weight matrices of a linear or recurrent layer; of any other module none."""
     own = module.parameters(recurse=False) if isinstance(module, (nn.Linear, nn.RNNBase)) else iter(())
-    return [p for p in own if p.ndim == 2]
+    return [p for p in own if p.ndim == 2 and p.requires_grad]
 
 
 def _end_layers(module: nn.Module, end: int) -> Iterator[nn.Module]:
