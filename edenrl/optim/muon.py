@@ -97,8 +97,11 @@ class MuonAdamW(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
     ) -> None:
-        one = isinstance(networks, nn.Module) and not isinstance(networks, nn.ModuleList)
-        named = {"": networks} if one else {str(i): network for i, network in enumerate(networks)}
+        named: dict[str, nn.Module]
+        if isinstance(networks, nn.Module) and not isinstance(networks, nn.ModuleList):
+            named = {"": networks}
+        else:
+            named = {str(i): network for i, network in enumerate(networks)}
         for network in named.values():
             if not isinstance(network, nn.Module) or any(isinstance(m, TensorDictParams) for m in network.modules()):
                 raise TypeError(
@@ -106,7 +109,7 @@ class MuonAdamW(torch.optim.Optimizer):
                     "not show. Pass the networks, as MuonAdamW([actor, critic])."
                 )
         parts = _partition(named)
-        groups = [
+        groups: list[dict[str, Any]] = [
             {"params": list(part.values()), "param_names": list(part), "method": method}
             for method, part in parts.items()
         ]
@@ -139,7 +142,7 @@ class MuonAdamW(torch.optim.Optimizer):
         return {group["method"]: list(group["param_names"]) for group in self.param_groups}
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Steps both parts once; ``closure`` is evaluated once, before."""
         loss = None
         if closure is not None:
