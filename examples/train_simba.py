@@ -20,8 +20,8 @@ from edenrl.training import Run, average, build_env, evaluate_run, rollout_metri
 # Settings by environment, found by measuring (docs/pages/results.md); each can be overridden on the command line.
 SMALL = dict(actor_dim=128, critic_dim=128, critic_blocks=1, expansion=2, encoder_hidden=None, clip_value=False)
 FEW_ENVS = SMALL | dict(
-    steps_per_env=128, num_minibatches=8, epochs=10, lr=3e-4, lr_schedule="linear", critic_coeff=0.5,
-    max_grad_norm=0.8, init_std=0.37, normalize_advantage="minibatch",
+    steps_per_env=128, num_minibatches=4, epochs=10, lr=1e-3, lr_schedule="linear", muon_adjust_lr="match_rms_adamw",
+    critic_coeff=0.5, max_grad_norm=0.8, init_std=0.37, normalize_advantage="minibatch",
 )  # fmt: skip
 PRESETS = {
     "PointMass": dict(

@@ -356,8 +356,8 @@ class GaussianSimBa(GroupSimBa):
 
     Examples:
         >>> loc, scale = GaussianSimBa({"observation": 4}, 2, hidden_dim=8)(torch.zeros(3, 4))
-        >>> loc.shape, scale[0].tolist()
-        (torch.Size([3, 2]), [1.0, 1.0])
+        >>> loc.shape, scale.shape
+        (torch.Size([3, 2]), torch.Size([3, 2]))
     """
 
     def __init__(self, groups: Mapping[str, int], out_features: int, *, init_std: float = 1.0, **network: Any) -> None:
