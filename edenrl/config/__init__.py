@@ -9,6 +9,7 @@ from edenrl.config.cli import load_config, parse_cli, read_config, save_config
 from edenrl.config.ppo import PPOConfig
 from edenrl.config.resume import refuse_changes
 from edenrl.config.run import CheckpointConfig, EnvConfig, EvaluationConfig, LoggerConfig, RunConfig
+from edenrl.config.simba import SimbaPPOConfig
 
 __all__ = [
     "CheckpointConfig",
@@ -18,6 +19,7 @@ __all__ = [
     "LoggerConfig",
     "PPOConfig",
     "RunConfig",
+    "SimbaPPOConfig",
     "load_config",
     "parse_cli",
     "read_config",

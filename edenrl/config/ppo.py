@@ -23,15 +23,13 @@ def _within_bounds(init_std: float) -> float:
     return init_std
 
 
-class PPOConfig(Config):
-    """PPO hyper-parameters.
+class PPOSettings(Config):
+    """What PPO needs whatever its networks and optimizer are.
 
     Defaults follow Rudin et al. 2021, "Learning to Walk in Minutes", arXiv:2109.11978: few steps from many environments
     and a learning rate driven by the KL divergence between the old and the new policy.
     """
 
-    name: Literal["PPO"] = "PPO"
-    """The algorithm; names the trainer script that rebuilds a run from its config.json."""
     gamma: Annotated[Positive, Field(le=1)] = 0.99
     """Discount per step, in (0, 1]."""
     lmbda: Fraction = 0.95
@@ -66,12 +64,6 @@ class PPOConfig(Config):
     """Largest gradient norm; actor and critic are clipped separately."""
     steps_per_env: Count = 24
     """Steps each environment takes per iteration."""
-    actor_hidden: tuple[Count, ...] = (256, 128, 64)
-    """Widths of the actor's hidden layers, as 256,128,64."""
-    critic_hidden: tuple[Count, ...] = (256, 128, 64)
-    """Widths of the critic's hidden layers, as 256,128,64."""
-    activation: Literal["elu", "relu", "tanh", "silu"] = "elu"
-    """Activation between hidden layers."""
     init_std: Annotated[Positive, AfterValidator(_within_bounds)] = 1.0
     """Standard deviation of the action noise at the start."""
     normalize_observations: bool = True
@@ -80,8 +72,6 @@ class PPOConfig(Config):
     """Over what the advantages are brought to mean 0 and variance 1."""
     action_bound_coeff: NonNegative = 0.0
     """Weight of the penalty on action means outside [-1, 1]; 0 turns it off."""
-    optimizer: Literal["adam", "adamw", "sgd", "rmsprop"] = "adam"
-    """Optimizer of actor and critic."""
     on_nonfinite: Literal["raise", "skip"] = "raise"
     """What a NaN or infinite gradient does: stop and name the parameter, or skip the step and count it."""
     actor_groups: Groups = None
@@ -97,10 +87,25 @@ class PPOConfig(Config):
         return {"final_fraction": self.final_lr_fraction} if ends else {}
 
     @model_validator(mode="after")
-    def _check_learning_rate(self) -> PPOConfig:
+    def _check_learning_rate(self) -> PPOSettings:
         if self.lr_schedule == "adaptive" and not self.min_lr <= self.lr <= self.max_lr:
             raise refuse(
                 f"lr_schedule 'adaptive' needs min_lr <= lr <= max_lr, got min_lr {self.min_lr:g}, lr {self.lr:g}, "
                 f"max_lr {self.max_lr:g}; move lr inside, widen the bounds, or choose another lr_schedule"
             )
         return self
+
+
+class PPOConfig(PPOSettings):
+    """PPO with multi-layer perceptrons."""
+
+    name: Literal["PPO"] = "PPO"
+    """The algorithm; names the trainer script that rebuilds a run from its config.json."""
+    actor_hidden: tuple[Count, ...] = (256, 128, 64)
+    """Widths of the actor's hidden layers, as 256,128,64."""
+    critic_hidden: tuple[Count, ...] = (256, 128, 64)
+    """Widths of the critic's hidden layers, as 256,128,64."""
+    activation: Literal["elu", "relu", "tanh", "silu"] = "elu"
+    """Activation between hidden layers."""
+    optimizer: Literal["adam", "adamw", "sgd", "rmsprop"] = "adam"
+    """Optimizer of actor and critic."""

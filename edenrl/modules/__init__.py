@@ -13,18 +13,40 @@ from edenrl.modules.actor_critic import (
 )
 from edenrl.modules.moments import merge_moments, several_processes
 from edenrl.modules.normalization import RunningNorm
+from edenrl.modules.simba import (
+    GaussianSimBa,
+    GroupEncoder,
+    GroupSimBa,
+    HyperDense,
+    Scaler,
+    SimBa,
+    post_step_hook,
+    project_,
+    simba_actor,
+    simba_critic,
+)
 
 __all__ = [
     "GaussianMLP",
+    "GaussianSimBa",
+    "GroupEncoder",
     "GroupMLP",
+    "GroupSimBa",
+    "HyperDense",
     "RunningNorm",
+    "Scaler",
+    "SimBa",
     "StateIndependentStd",
     "categorical_actor",
     "gaussian_actor",
     "make_actor",
     "merge_moments",
     "observation_groups",
+    "post_step_hook",
+    "project_",
     "several_processes",
+    "simba_actor",
+    "simba_critic",
     "update_normalization",
     "value_critic",
 ]

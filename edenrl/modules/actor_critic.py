@@ -6,7 +6,7 @@ Each network is a plain ``nn.Module`` on tensors; the functions beside it give i
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -196,6 +196,7 @@ def gaussian_actor(
     action_spec: TensorSpec | int,
     *,
     squash: bool = False,
+    build: Callable[..., nn.Module] | None = None,
     **network: Any,
 ) -> ProbabilisticActor:
     """Diagonal Gaussian actor with state-independent standard deviation.
@@ -207,6 +208,8 @@ def gaussian_actor(
         groups: observation groups and widths, e.g. ``{"policy": 45, "scan": 132}``, concatenated in this order.
         action_spec: the environment's unbatched action spec, or the number of actions.
         squash: map actions into the spec's box with a tanh.
+        build: makes another network with outputs ``(loc, scale)`` from the groups, the number of actions and
+            ``network``; default a ``GaussianMLP``.
         network: options of ``GaussianMLP``: hidden, activation, normalize, init_std.
 
     Raises:
@@ -242,7 +245,7 @@ def gaussian_actor(
             )
         # Kept as tensors on the spec's device: TanhNormal broadcasts them over the batch.
         kwargs = dict(zip(("low", "high"), bounds, strict=True))
-    net = GaussianMLP(sum(groups.values()), dim, **network)
+    net = GaussianMLP(sum(groups.values()), dim, **network) if build is None else build(groups, dim, **network)
     return ProbabilisticActor(
         TensorDictModule(net, in_keys=list(groups), out_keys=["loc", "scale"]),
         in_keys=["loc", "scale"],

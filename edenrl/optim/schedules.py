@@ -8,9 +8,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torchrl import objectives as torchrl_objectives
+
+from edenrl.optim.muon import MuonAdamW
 
 __all__ = ["KLAdaptiveLR", "make_lr_schedule", "make_optimizer"]
 
@@ -19,19 +21,20 @@ _OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
     "sgd": torch.optim.SGD,
     "rmsprop": torch.optim.RMSprop,
+    "muon": MuonAdamW,
 }
 
 
-def make_optimizer(name: str, params: Iterable[Any], lr: float, **kwargs: Any) -> torch.optim.Optimizer:
-    """Builds an optimizer: "adam", "adamw", "sgd" or "rmsprop".
+def make_optimizer(name: str, params: Iterable[Any] | nn.Module, lr: float, **kwargs: Any) -> torch.optim.Optimizer:
+    """Builds an optimizer: "adam", "adamw", "sgd", "rmsprop" or "muon" (``MuonAdamW``).
 
     Adam, AdamW and SGD use torch's fused kernels where parameters allow it.
 
     Args:
         name: the optimizer's name.
-        params: parameters or parameter groups.
+        params: parameters, parameter groups, or a module; "muon" needs the module, or a list of networks.
         lr: learning rate.
-        kwargs: options of the torch class.
+        kwargs: options of the class.
 
     Examples:
         >>> weight = torch.nn.Parameter(torch.zeros(2))
@@ -40,6 +43,10 @@ def make_optimizer(name: str, params: Iterable[Any], lr: float, **kwargs: Any) -
     """
     if name not in _OPTIMIZERS:
         raise ValueError(f"Unknown optimizer {name!r}; choose one of {sorted(_OPTIMIZERS)}.")
+    if name == "muon":
+        return MuonAdamW(params, lr, **kwargs)
+    if isinstance(params, nn.Module):
+        params = params.parameters()
     if name != "rmsprop" and not {"fused", "foreach"} & kwargs.keys():
         # Groups and generators are written out: they are read here and once more by torch.
         params = [{**p, "params": list(p["params"])} if isinstance(p, dict) else p for p in params]

@@ -1,0 +1,147 @@
+"""The SimBa script: resumption, group widths on the command line, refusals and evaluation."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from edenrl.config import load_config, parse_cli
+from edenrl.envs import PointMass, register_env
+from edenrl.modules import HyperDense
+from edenrl.training import build_env, load_policy_weights, read_metrics, run_script
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TINY = [
+    "--env.num_envs=8",
+    "--algorithm.steps_per_env=8",
+    "--algorithm.actor_dim=8",
+    "--algorithm.critic_dim=8",
+    "--algorithm.epochs=2",
+    "--algorithm.num_minibatches=2",
+    "--evaluation.num_episodes=4",
+    "--checkpoint.interval_iterations=1000",
+    "--num_threads=1",
+]
+FRAMES = 64
+
+
+def load_script(name):
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+train_simba = load_script("train_simba")
+
+
+class TwoGroups(PointMass):
+    """PointMass with its observation split into "policy" (4) and "scan" (10)."""
+
+    def __init__(self, num_envs, **kwargs):
+        super().__init__(num_envs, **kwargs)
+        whole = self.observation_spec.pop("observation")
+        self.observation_spec["policy"], self.observation_spec["scan"] = whole[..., :4], whole[..., 4:]
+
+    def _split(self, out):
+        whole = out.pop("observation")
+        return out.set("policy", whole[..., :4].clone()).set("scan", whole[..., 4:].clone())
+
+    def _step(self, tensordict):
+        return self._split(super()._step(tensordict))
+
+    def _reset(self, tensordict):
+        return self._split(super()._reset(tensordict))
+
+
+@pytest.fixture(autouse=True)
+def two_groups():
+    register_env("TwoGroups", lambda n, **kw: TwoGroups(n, **kw), override=True)
+
+
+def train(run_dir, iterations, *flags, resume=False):
+    place = "--resume" if resume else "--run_dir"
+    train_simba.main([f"{place}={run_dir}", f"--total_frames={iterations * FRAMES}", *([] if resume else TINY), *flags])
+
+
+def rows(run_dir):
+    table = read_metrics(Path(run_dir) / "metrics.csv")
+    return [{k: v for k, v in row.items() if k != "seconds" and not k.startswith("eval/")} for row in table]
+
+
+def policy_of(run_dir):
+    cfg = load_config(train_simba.Train, Path(run_dir) / "config.json")
+    policy = train_simba.make_policy(cfg, build_env(cfg, num_envs=1))
+    load_policy_weights(policy, run_dir, "latest")
+    return policy
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "adamw", "muon"])
+@pytest.mark.parametrize("schedule", ["adaptive", "linear"])
+def test_resumed_run_is_the_uninterrupted_run_and_stays_on_the_sphere(tmp_path, optimizer, schedule):
+    flags = (f"--algorithm.optimizer={optimizer}", f"--algorithm.lr_schedule={schedule}", "--env.name=TwoGroups")
+    train(tmp_path / "whole", 12, *flags)
+    train(tmp_path / "parts", 12, "--checkpoint.interval_iterations=5", *flags)
+    # Back to the checkpoint after ten iterations, as if the process had died in the last two.
+    newest = max((tmp_path / "parts" / "checkpoints").iterdir(), key=lambda path: path.name)
+    newest.rename(newest.with_name(f".{newest.name}.stage-1"))
+    train(tmp_path / "parts", 12, resume=True)
+    assert len(rows(tmp_path / "whole")) == 12 and rows(tmp_path / "whole") == rows(tmp_path / "parts")
+    whole, parts = policy_of(tmp_path / "whole"), policy_of(tmp_path / "parts")
+    for name, value in whole.state_dict().items():
+        assert torch.equal(value, parts.state_dict()[name]), name
+    layers = [m for m in whole.modules() if isinstance(m, HyperDense)]
+    assert layers and all((layer.weight.norm(dim=1) - 1).abs().max() < 1e-6 for layer in layers)
+
+
+def test_widths_of_every_group_are_set_on_the_command_line(tmp_path):
+    flags = ["--algorithm.group_hidden.scan", "16,8", "--algorithm.encoder_hidden", "4", "--algorithm.latent_dim", "6"]
+    train(tmp_path / "run", 1, "--env.name=TwoGroups", *flags)
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert config["algorithm"]["group_hidden"] == {"scan": [16, 8]}
+    encoders = policy_of(tmp_path / "run").module[0].module.encoder.encoders
+    shapes = {name: [tuple(w.shape) for w in mlp.parameters() if w.ndim == 2] for name, mlp in encoders.items()}
+    assert shapes == {"policy": [(4, 4), (6, 4)], "scan": [(16, 10), (8, 16), (6, 8)]}
+
+
+@pytest.mark.parametrize(("typed", "widths"), [("512,256", (512, 256)), ("[64]", (64,)), ("64", (64,)), ("[]", ())])
+def test_group_widths_are_read_as_typed(typed, widths):
+    cfg = parse_cli(train_simba.Train, ["--algorithm.group_hidden.scan", typed])
+    assert cfg.algorithm.group_hidden == {"scan": widths}
+    whole = parse_cli(train_simba.Train, ["--algorithm.group_hidden", json.dumps({"scan": widths})])
+    assert whole.algorithm == cfg.algorithm
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["--algorithm.actor_groups=scam"], "Groups of this environment: {'policy': 4, 'scan': 10}"),
+        (["--algorithm.group_hidden.scam=8"], "names ['scam']. Groups of this environment: {'policy': 4, 'scan': 10}"),
+        (["--algorithm.group_hidden.scan=8,x"], "algorithm.group_hidden.scan.1 = 'x'"),
+        (["--algorithm.group_hidden.scan=8", "--algorithm.encoder_hidden=None"], "leave one of them out"),
+        (["--algorithm.actor_hidden=8"], "unknown flag --algorithm.actor_hidden"),
+        (["--algorithm.optimizer=lion"], "algorithm.optimizer = 'lion'"),
+    ],
+)
+def test_mistakes_name_the_fix(tmp_path, capsys, monkeypatch, flags, expected):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        run_script(lambda: train_simba.main([*TINY, "--env.name=TwoGroups", *flags]))
+    assert expected in capsys.readouterr().err
+    assert not list(tmp_path.rglob("checkpoints"))
+
+
+def test_critic_and_actor_may_read_different_groups(tmp_path):
+    flags = ["--algorithm.actor_groups=policy", "--algorithm.group_hidden.scan=8"]
+    train(tmp_path / "run", 1, "--env.name=TwoGroups", *flags)
+    assert list(policy_of(tmp_path / "run").module[0].module.encoder.encoders) == ["policy"]
+
+
+def test_evaluation_finds_the_script_of_the_run(tmp_path, capsys, monkeypatch):
+    train(tmp_path / "run", 2, "--quiet")
+    monkeypatch.setitem(sys.modules, "train_simba", train_simba)
+    load_script("evaluate").main([str(tmp_path / "run"), "--json", "--checkpoint", "latest"])
+    assert json.loads(capsys.readouterr().out)["episodes"] == 4
