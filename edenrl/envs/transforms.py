@@ -235,8 +235,8 @@ def wrap_env(env: EnvBase, *, action_mode: ActionMode = "clip", reward_scale: fl
     """Add what training reads: clipped actions, episode return and length, scaled rewards.
 
     Adds ``("next", "episode_reward")`` ``[N, 1]``, the return so far in the environment's own reward, and
-    ``("next", "step_count")`` ``[N, 1]``. An environment without the attribute ``returns_fresh_tensors = True`` has its
-    output copied, see ``FreshTensors``.
+    ``("next", "step_count")`` ``[N, 1]``. An environment without the class attribute ``returns_fresh_tensors = True``
+    has its output copied, see ``FreshTensors``.
 
     Args:
         env: The environment.
@@ -269,7 +269,11 @@ def wrap_env(env: EnvBase, *, action_mode: ActionMode = "clip", reward_scale: fl
             f"low={box[0].tolist()}, high={box[1].tolist()}. Use 'clip' or 'squash' to keep them inside.",
             stacklevel=2,
         )
-    if not getattr(env, "returns_fresh_tensors", False):
+    inner = env
+    while isinstance(inner, TransformedEnv):
+        inner = inner.base_env
+    # Of the class: an instance may pass the question on, as TorchRL's SerialEnv does, to workers that cannot answer.
+    if not getattr(type(inner), "returns_fresh_tensors", False):
         transforms.insert(0, FreshTensors())
     transforms.append(RewardSum())
     if reward_scale != 1.0:

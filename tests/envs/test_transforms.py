@@ -9,7 +9,7 @@ from tensordict.nn import NormalParamExtractor, TensorDictModule
 from torch import nn
 from torchrl.collectors import Collector
 from torchrl.data import Binary, Bounded, Composite, Unbounded
-from torchrl.envs import EnvBase, RewardSum, StepCounter, TransformedEnv, VecGymEnvTransform
+from torchrl.envs import EnvBase, GymEnv, RewardSum, SerialEnv, StepCounter, TransformedEnv, VecGymEnvTransform
 from torchrl.envs.utils import check_env_specs
 from torchrl.modules import IndependentNormal, ProbabilisticActor
 
@@ -251,3 +251,9 @@ def test_nan_in_a_running_row_is_left_to_be_refused() -> None:
 
 def test_specs_of_filled_observations() -> None:
     check_env_specs(TransformedEnv(PointMass(3, max_steps=2), FillFinalObservation()))
+
+
+def test_environments_of_environments_can_be_wrapped() -> None:
+    env = wrap_env(TransformedEnv(SerialEnv(2, lambda: TransformedEnv(GymEnv("Pendulum-v1"))), RewardSum()))
+    assert env.rollout(3)["next", "step_count"].shape == (2, 3, 1)
+    assert any(isinstance(transform, FreshTensors) for transform in env.transform)
