@@ -24,6 +24,7 @@ from torchrl.checkpoint import CheckpointError, GlobalRNGState
 from edenrl.config import RunConfig, save_config
 from edenrl.envs import action_saturation
 from edenrl.training.checkpoint import Checkpoints
+from edenrl.training.exporting import export_run, require_export
 from edenrl.training.loggers import RunLogger
 from edenrl.training.progress import Progress, format_table
 
@@ -156,6 +157,9 @@ class Run:
         self.interval = cfg.checkpoint.interval_iterations or max(iterations // 10, 1)
         self._stop: str | None = None
         self._row: dict[str, float] = {}
+        self._exported: Mapping[str, Path] = {}
+        if cfg.export:
+            require_export(components)
 
     def state_dict(self) -> dict[str, Any]:
         """Counters (the checkpoint's "run" component)."""
@@ -263,8 +267,12 @@ class Run:
         complete = error is None and self.iteration >= self.iterations
         self.progress.close("complete" if complete else "interrupted" if error is None else "failed")
         self.logger.close()
-        (self.dir / ".lock").unlink(missing_ok=True)
-        self._lock.close()
+        try:
+            if complete and self.cfg.export:
+                self._exported = export_run(self.cfg, self.checkpoints.components["policy"], self.dir)
+        finally:
+            (self.dir / ".lock").unlink(missing_ok=True)
+            self._lock.close()
         if error is None and not self.cfg.quiet:
             print(self.summary(), flush=True)
         if error is None and self._stop is not None and not complete:
@@ -290,6 +298,8 @@ class Run:
                 rows["success"] = f"{100 * result['success_rate']:.1f} %"
         best = self.checkpoints.best() or self.checkpoints.latest()
         rows["best checkpoint"] = best or "none yet"
+        if self._exported:
+            rows["exported policy"] = self._exported["spec"].parent
         rows["run directory"] = self.dir
         if self.iteration < self.iterations:
             rows["continue with"] = f"python {shlex.quote(sys.argv[0])} --resume {shlex.quote(str(self.dir))}"
