@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from edenrl.export.contract import nominal_env
-    from edenrl.export.exporter import VerificationError, check_formats, export_policy
+    from edenrl.export.exporter import export_policy
+    from edenrl.export.formats import check_formats
     from edenrl.export.graph import PolicyGraph
     from edenrl.export.runtime import RuntimePolicy, load_policy
     from edenrl.export.spec import EnvContract, PolicySpec
+    from edenrl.export.verification import VerificationError
 
 __all__ = [
     "EnvContract",
@@ -32,8 +34,8 @@ _HOME = {
     "PolicyGraph": "graph",
     "PolicySpec": "spec",
     "RuntimePolicy": "runtime",
-    "VerificationError": "exporter",
-    "check_formats": "exporter",
+    "VerificationError": "verification",
+    "check_formats": "formats",
     "export_policy": "exporter",
     "load_policy": "runtime",
     "nominal_env": "contract",

@@ -197,14 +197,16 @@ class PolicyGraph(nn.Module):
         # Backwards from the action, so that a value head or an unread input does not become part of the file.
         needed: set[NestedKey] = {action_key}
         kept: list[_Step] = []
-        for step in reversed(_steps(policy)):
+        steps = _steps(policy)
+        outputs = {key for step in steps for key in step.out_keys}
+        for step in reversed(steps):
             if needed & set(step.out_keys):
                 needed = needed - set(step.out_keys) | set(step.in_keys)
                 kept.insert(0, step)
         if not any(action_key in step.out_keys for step in kept):
             raise ValueError(
-                f"The policy writes {_keys(policy.out_keys)} and not the environment's action {action_key!r}. Name the "
-                "action key of the environment in the policy's out_keys."
+                f"The policy writes {sorted(map(str, outputs))} and not the environment's action {action_key!r}. Name "
+                "the action key of the environment in the policy's out_keys."
             )
         written = {key for step in kept for key in step.out_keys}
         read = list(dict.fromkeys(key for step in kept for key in step.in_keys if key in needed))
@@ -263,7 +265,7 @@ def _states(steps: list[_Step], carried: list[NestedKey], spec: Composite) -> tu
     for key in carried:
         step = next(step for step in steps if key in step.in_keys)
         if isinstance(step.module, _Recurrent):
-            rnn = step.module.rnn
+            rnn: Any = step.module.rnn
             name = "hc"[step.in_keys.index(key) - 1]
             size = (name == "h" and rnn.proj_size) or rnn.hidden_size
             directions = 2 if rnn.bidirectional else 1

@@ -107,7 +107,7 @@ class ActionSpec(_Part):
     key: str
     """Key of the action in the environment's TensorDict."""
     kind: Literal["continuous", "discrete"]
-    """Vector of floats, or the index of one of several choices."""
+    """Vector of floats, or one of several choices: its index, or one-hot, as the shape of actions says."""
     dim: int = Field(ge=1)
     """Number of action components; for a discrete action the number of choices."""
     low: list[float | None] | None = None
