@@ -135,9 +135,9 @@ def _keys(keys: Sequence[NestedKey]) -> list[NestedKey]:
 
 def _steps(policy: nn.Module, hooked: bool = False) -> list[_Step]:
     """The policy as a list of tensor functions, in the order in which they run."""
-    hook = None if hooked else getattr(policy, "export_module", None)
-    if hook is not None:
-        replacement = hook()
+    # Asked of the class: an instance of TensorDictModule answers for its network as well.
+    if not hooked and hasattr(type(policy), "export_module"):
+        replacement = policy.export_module()
         if not isinstance(replacement, TensorDictModuleBase):
             raise TypeError(
                 f"{type(policy).__name__}.export_module() returned a {type(replacement).__name__}; the hook of a "

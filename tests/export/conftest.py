@@ -44,7 +44,9 @@ def recurrent_actor(cls: type, python_based: bool = False) -> TensorDictSequenti
         out_keys=["memory", *(("next", key) for key in state)],
     )
     head = ProbabilisticActor(
-        TensorDictModule(GaussianMLP(16, 2, hidden=(8,), normalize=False), in_keys=["memory"], out_keys=["loc", "scale"]),
+        TensorDictModule(
+            GaussianMLP(16, 2, hidden=(8,), normalize=False), in_keys=["memory"], out_keys=["loc", "scale"]
+        ),
         in_keys=["loc", "scale"],
         distribution_class=IndependentNormal,
         return_log_prob=True,
@@ -101,3 +103,8 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Exported]:
 @pytest.fixture
 def point_mass() -> EnvBase:
     return wrap_env(PointMass(3, seed=0))
+
+
+# With --import-mode=importlib a conftest cannot be imported: its functions reach the tests as fixtures.
+for function in (as_trained, build, recurrent_actor):
+    globals()[f"{function.__name__}_fixture"] = pytest.fixture(name=function.__name__)(lambda f=function: f)

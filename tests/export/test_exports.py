@@ -202,7 +202,9 @@ def test_loading_reads_rows_groups_and_single_observations(exported):
     alone = policy(obs[0])
     assert alone.shape == (2,)
     np.testing.assert_allclose(alone, first[0], atol=1e-6)
-    with pytest.raises(ValueError, match=r"shape \(2, 13\); expected \[14\] or \[batch, 14\], made of {'observation': 14}"):
+    with pytest.raises(
+        ValueError, match=r"shape \(2, 13\); expected \[14\] or \[batch, 14\], made of {'observation': 14}"
+    ):
         policy(obs[:, 1:])
     with pytest.raises(KeyError, match="were not given"):
         policy({"policy": obs})
@@ -229,7 +231,10 @@ def broken(folder, tmp_path, change):
         (lambda s: s.update(schema_version=2), "schema_version 2; this loader reads 1"),
         (lambda s: s.pop("schema_version"), "is not a policy spec"),
         (lambda s: s["model"]["files"].pop(0), r"was exported as \['jit', 'pt2'\] only"),
-        (lambda s: s["model"]["inputs"][0].update(shape=["batch", 13]), "The graph's inputs are .*14.* the spec says .*13"),
+        (
+            lambda s: s["model"]["inputs"][0].update(shape=["batch", 13]),
+            "The graph's inputs are .*14.* the spec says .*13",
+        ),
     ],
 )
 def test_a_spec_that_does_not_fit_is_refused(exported, tmp_path, change, message):
