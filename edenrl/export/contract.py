@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 from tensordict import NestedKey, unravel_key
-from torchrl.data import Categorical, OneHot
+from torchrl.data import Categorical, MultiCategorical, MultiOneHot, OneHot
 from torchrl.envs import (
     ActionScaling,
     Compose,
@@ -99,6 +99,7 @@ def observations_of(graph: PolicyGraph, env: EnvBase, contract: EnvContract) -> 
         ValueError: if a transform of the environment normalizes a group, or terms do not add up to its width.
     """
     transforms = _unwrap(env)[1]
+    statistics = graph.statistics()
     out, start = [], 0
     for (key, shape), width in zip(graph.groups.items(), graph.widths, strict=True):
         name = key if isinstance(key, str) else ".".join(key)
@@ -121,6 +122,8 @@ def observations_of(graph: PolicyGraph, env: EnvBase, contract: EnvContract) -> 
                 width=width,
                 shape=list(shape),
                 terms=terms,
+                mean=None if statistics is None else _short(statistics[0][start : start + width]),
+                std=None if statistics is None else _short(statistics[1][start : start + width]),
                 transforms=[type(t).__name__ for t in writers],
             )
         )
@@ -132,14 +135,18 @@ def actions_of(env: EnvBase, key: NestedKey, contract: ActionContract) -> Action
     """What the environment and its transforms do with an action.
 
     Raises:
+        TypeError: if the action is neither one vector nor one choice.
         ValueError: if the declared scale, bias or names do not fit the action.
     """
     base, transforms = _unwrap(env)
     leaf = env.action_spec_unbatched
+    discrete = isinstance(leaf, Categorical | OneHot) and not isinstance(leaf, MultiCategorical | MultiOneHot)
+    if not discrete and (len(leaf.shape) != 1 or not leaf.dtype.is_floating_point):
+        raise TypeError(f"Expected a floating-point action vector or one discrete action to export, got {leaf}.")
     name = key if isinstance(key, str) else ".".join(key)
     on_action = [t for t in transforms if key in map(unravel_key, t.in_keys_inv or [])]
     common: dict[str, Any] = {"key": name, "unit": contract.unit, "meaning": contract.meaning, "names": contract.names}
-    if isinstance(leaf, Categorical | OneHot):
+    if discrete:
         others = [type(t).__name__ for t in on_action]
         return ActionSpec(kind="discrete", dim=int(leaf.space.n), transforms=others, **common)
     dim = int(leaf.shape[-1])
@@ -176,7 +183,10 @@ def actions_of(env: EnvBase, key: NestedKey, contract: ActionContract) -> Action
     )
 
 
+def _short(values: torch.Tensor) -> list[float]:
+    # Decimal values of float32 numbers: 0.4 and not 0.4000000059604645.
+    return [float(f"{value:.7g}") for value in values.tolist()]
+
+
 def _finite(values: torch.Tensor) -> list[float | None]:
-    # Decimal values of float32 bounds: 0.4 and not 0.4000000059604645.
-    numbers = [float(f"{value:.7g}") for value in values.tolist()]
-    return [number if abs(number) != torch.inf else None for number in numbers]
+    return [number if abs(number) != torch.inf else None for number in _short(values)]

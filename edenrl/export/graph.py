@@ -26,6 +26,8 @@ from torchrl.modules import (
     TanhNormal,
 )
 
+from edenrl.modules import RunningNorm
+
 __all__ = ["PolicyGraph", "State"]
 
 _HINT = "Give it a method export_module() that returns an equal TensorDict module made of parts that can be exported."
@@ -59,7 +61,7 @@ class _Network(nn.Module):
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         out = self.network(*inputs)
-        return out if isinstance(out, tuple) else (out,)
+        return tuple(out) if isinstance(out, tuple | list) else (out,)
 
 
 class _Recurrent(nn.Module):
@@ -223,6 +225,14 @@ class PolicyGraph(nn.Module):
     def widths(self) -> list[int]:
         """Widths of the groups in ``obs``."""
         return [math.prod(shape) for shape in self.groups.values()]
+
+    def statistics(self) -> tuple[Tensor, Tensor] | None:
+        """Mean and standard deviation of ``obs`` in training, when one network normalizes all of it."""
+        for step, (in_keys, _) in zip(self.steps, self.keys, strict=True):
+            norm = getattr(step.network, "norm", None) if isinstance(step, _Network) else None
+            if isinstance(norm, RunningNorm) and in_keys == list(self.groups) and norm.mean.shape == (self.width,):
+                return norm.mean, norm.var.sqrt()
+        return None
 
     def flatten(self, tensordict: TensorDictBase) -> Tensor:
         """The observation groups of a TensorDict of batch size ``[batch]`` as ``obs``."""

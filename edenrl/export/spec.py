@@ -97,6 +97,10 @@ class ObservationSpec(_Part):
     """Shape before flattening (row-major)."""
     terms: list[Term] = []
     """What fills the group, in order; empty when the environment does not say."""
+    mean: list[float] | None = None
+    """Mean of each feature in training, from the policy's running statistics; null when it keeps none."""
+    std: list[float] | None = None
+    """Standard deviation of each feature in training."""
     transforms: list[str] = []
     """Transforms between the simulator and this group, first applied first; a deployment repeats them."""
 

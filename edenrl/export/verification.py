@@ -13,6 +13,7 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 from torchrl.envs import EnvBase
 from torchrl.envs.utils import ExplorationType, set_exploration_type
+from torchrl.modules import set_recurrent_mode
 
 from edenrl.export.formats import FORMATS, Runner
 from edenrl.export.graph import PolicyGraph
@@ -54,14 +55,15 @@ def record(policy: TensorDictModuleBase, graph: PolicyGraph, env: EnvBase) -> Re
     for _ in range(_STEPS):
         flat = td.exclude("next").to("cpu").reshape(rows).apply(_single)
         try:
-            done = _act(policy, graph, flat, state, began)
+            actions, next_state, decided = _act(policy, graph, flat, state, began)
         except RuntimeError as error:
             shapes = {key: tuple(shape) for key, shape in graph.groups.items()}
             raise ValueError(
                 f"The policy cannot read this environment, whose groups have the shapes {shapes}: {error}. Export with "
                 "the environment the policy was trained in."
             ) from error
-        actions, next_state, decided = done
+        if not bool(actions.isfinite().all()):
+            raise ValueError("The policy gives actions that are not finite: its weights or observations hold NaN.")
         out.template = flat
         out.obs.append(graph.flatten(flat))
         out.began.append(began)
@@ -89,7 +91,7 @@ def _act(
         td["is_init"] = began.unsqueeze(-1)
         for entry, value in zip(graph.states, _restarted(graph, state, began), strict=True):
             td.set(entry.key, entry.swap(value).contiguous())
-    with set_exploration_type(ExplorationType.DETERMINISTIC):
+    with set_exploration_type(ExplorationType.DETERMINISTIC), set_recurrent_mode(False):
         td = policy(td)
     states = [entry.swap(td.get(unravel_key(("next", entry.key)))).contiguous() for entry in graph.states]
     decided = torch.ones(len(began), dtype=torch.bool)
@@ -176,8 +178,8 @@ def _compare(name: str, where: str, run: Runner, graph: PolicyGraph, expected: R
             if what == "actions":
                 got, want = got[expected.decided[step]], want[expected.decided[step]]
             difference = (got.double() - want.double()).abs()
-            # NaN compares false, so that a NaN on one side is a deviation as well.
-            close = (difference <= _TOLERANCE + _TOLERANCE * want.double().abs()) | (got.isnan() & want.isnan())
+            # NaN compares false and is a deviation as well.
+            close = difference <= _TOLERANCE + _TOLERANCE * want.double().abs()
             deviation = float(difference.nan_to_num(nan=np.inf).max()) if difference.numel() else 0.0
             if not bool(close.all()):
                 raise VerificationError(

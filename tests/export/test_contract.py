@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 from pydantic import ValidationError
-from torchrl.data import Bounded, Composite, Unbounded
+from torchrl.data import Bounded, Composite, MultiCategorical, Unbounded
 from torchrl.envs import ActionScaling, ObservationNorm, TransformedEnv
 
 from edenrl.envs import ClipAction, PointMass, make_env, wrap_env
@@ -217,6 +217,44 @@ def test_a_stub_made_from_the_spec_alone_drives_the_task(tmp_path):
             td = env.step(policy.eval()(td))["next"]
         deviation = max(deviation, float(abs(td["observation"][0].numpy() - obs).max()))
     assert deviation < 1e-4
+
+
+def test_training_statistics_find_a_wrong_unit(tmp_path):
+    """A gravity vector in m/s^2 where training had unit length; a NaN."""
+
+    class Robot(PointMass):
+        def policy_contract(self):
+            terms = {"angular velocity": 3, "projected gravity": 3, "rest": 8}
+            return {"observations": {"observation": [{"name": n, "width": w} for n, w in terms.items()]}}
+
+    policy = gaussian_actor({"observation": 14}, 2, hidden=(8,))
+    norm = policy.module[0].module.norm
+    norm.mean.copy_(torch.tensor([0.0, 0, 0, 0, 0, -0.98, *[0.0] * 8]))
+    norm.var.copy_(torch.tensor([4.0, 4, 4, 0.01, 0.01, 0.0004, *[1.0] * 8]))
+    export_policy(policy, Robot(2), tmp_path, formats=["onnx"])
+    runtime = load_policy(tmp_path)
+    assert runtime.spec["observations"][0]["std"][:6] == [2.0, 2.0, 2.0, 0.1, 0.1, 0.02]
+    usual = [1.0, -2, 0.5, 0.1, 0, -0.98, *[0.5] * 8]
+    assert runtime.unusual(usual) == {}
+    wrong = runtime.unusual([*usual[:5], -9.81, *usual[6:13], float("nan")])
+    assert list(wrong) == ["observation/projected gravity[2]", "observation/rest[7]"]
+    assert wrong["observation/projected gravity[2]"] == pytest.approx((9.81 - 0.98) / 0.03)
+
+
+def test_a_policy_that_holds_nan_is_refused(tmp_path):
+    policy = gaussian_actor({"observation": 14}, 2, hidden=(8,), normalize=False)
+    with torch.no_grad():
+        policy.module[0].module.mlp[-1].bias[0] = torch.nan
+    with pytest.raises(ValueError, match="gives actions that are not finite"):
+        export_policy(policy, PointMass(2), tmp_path, formats=["jit"])
+
+
+def test_other_actions_are_refused_by_their_spec(tmp_path):
+    env = PointMass(2)
+    env.action_spec = MultiCategorical([2, 3], shape=(2, 2))
+    policy = gaussian_actor({"observation": 14}, 2, hidden=(8,))
+    with pytest.raises(TypeError, match="floating-point action vector or one discrete action to export, got MultiCat"):
+        export_policy(policy, env, tmp_path, formats=["jit"])
 
 
 def test_the_published_schema_is_that_of_the_model(root):
