@@ -29,7 +29,8 @@ def main(argv=None):
     if "onnx" in files:
         runtime = load_policy(files["spec"].parent)
         report, latency = runtime.spec["model"]["verification"], runtime.latency()
-        rows["verified"] = f"largest deviation {report['max_deviation']} (tolerance {report['tolerance']:g})"
+        worst = ", ".join(f"{name} {value:.2g}" for name, value in report["max_deviation"].items())
+        rows["verified"] = f"largest deviation {worst} (tolerance {report['tolerance']:g})"
         rows["latency, batch 1"] = f"p50 {latency['p50']:.0f} us, p99 {latency['p99']:.0f} us"
     print(format_table(rows, f"{cfg.algorithm.name} on {cfg.env.name}"))
 

@@ -21,23 +21,27 @@ _STORE = ".export"
 
 @contextmanager
 def staging(out_dir: Path, names: Sequence[str]) -> Iterator[Path]:
-    """A new folder inside ``out_dir`` to prepare an export in; removed on the way out unless it was published.
+    """A new folder inside ``out_dir`` to prepare an export in, and beside it the link that will become ``current``.
+
+    Both are removed on the way out unless the folder was published.
 
     Args:
         out_dir: created when missing.
         names: every file name that an export may hold.
 
     Raises:
-        PermissionError: if ``out_dir`` cannot be written to.
+        PermissionError: if ``out_dir`` cannot be written to, or its file system has no symbolic links.
         FileExistsError: if it holds files of these names that are not links of an export made here.
     """
     try:
         (out_dir / _STORE).mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(dir=out_dir / _STORE))
         folder.chmod(0o755)
+        os.symlink(folder.name, _link(folder))
     except OSError as error:
         raise PermissionError(
-            f"{out_dir} cannot be written to ({error.strerror}). Choose another folder to export into."
+            f"{out_dir} cannot be written to, or has no symbolic links ({error.strerror}). Choose another folder to "
+            "export into."
         ) from None
     try:
         if foreign := [n for n in names if (out_dir / n).exists() and not (out_dir / n).is_symlink()]:
@@ -48,6 +52,7 @@ def staging(out_dir: Path, names: Sequence[str]) -> Iterator[Path]:
         yield folder
     finally:
         if _current(out_dir) != folder.name:
+            _link(folder).unlink(missing_ok=True)
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -64,9 +69,7 @@ def publish(staged: Path, names: Sequence[str]) -> None:
         # Until the turn-over a new name leads to the old export, which lacks it: it does not exist yet.
         if not (out_dir / name).is_symlink():
             os.symlink(Path(_STORE, "current", name), out_dir / name)
-    turned = store / f"{staged.name}.link"
-    os.symlink(staged.name, turned)
-    os.replace(turned, store / "current")
+    os.replace(_link(staged), store / "current")
     for name in set(names) - set(present):
         (out_dir / name).unlink(missing_ok=True)
     for leftover in store.iterdir():
@@ -74,6 +77,10 @@ def publish(staged: Path, names: Sequence[str]) -> None:
             leftover.unlink()
         elif leftover.name not in ("current", staged.name):
             shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _link(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.link")
 
 
 def _current(out_dir: Path) -> str | None:

@@ -49,9 +49,12 @@ def export_run(
         CheckpointError: if the checkpoint does not fit the policy.
     """
     check_formats(formats)
-    loaded = copy.deepcopy(policy).to("cpu")
+    loaded = copy.deepcopy(policy)
     path = load_policy_weights(loaded, run_dir, checkpoint)
-    env = wrap_env(nominal_env(build_env(cfg, "cpu", num_envs=_ROWS)), action_mode=cfg.env.action_mode)
+    # In this process: what the environment declares cannot be read from others.
+    cfg = cfg.model_copy(update={"env": cfg.env.model_copy(update={"vectorization": "sync"})})
+    env = build_env(cfg, next(loaded.parameters()).device, num_envs=_ROWS)
+    env = wrap_env(nominal_env(env), action_mode=cfg.env.action_mode)
     try:
         return export_policy(
             loaded,

@@ -295,12 +295,12 @@ def test_a_folder_that_cannot_be_written_to(tmp_path, point_mass):
                 parent.chmod(parent.stat().st_mode | 0o011)
         os.seteuid(65534)
     try:
-        with pytest.raises(PermissionError, match="locked cannot be written to .* Choose another folder"):
+        with pytest.raises(PermissionError, match="locked cannot be written to, .* Choose another folder"):
             export_policy(policy, point_mass, folder, formats=["jit"])
     finally:
         os.seteuid(user)
     (tmp_path / "file").write_text("")
-    with pytest.raises(PermissionError, match="file cannot be written to"):
+    with pytest.raises(PermissionError, match="file cannot be written to,"):
         export_policy(policy, point_mass, tmp_path / "file", formats=["jit"])
 
 
