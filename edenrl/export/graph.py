@@ -135,7 +135,7 @@ def _keys(keys: Sequence[NestedKey]) -> list[NestedKey]:
     return [unravel_key(key) for key in keys]
 
 
-def _steps(policy: nn.Module, hooked: bool = False) -> list[_Step]:
+def _steps(policy: Any, hooked: bool = False) -> list[_Step]:
     """The policy as a list of tensor functions, in the order in which they run."""
     # Asked of the class: an instance of TensorDictModule answers for its network as well.
     if not hooked and hasattr(type(policy), "export_module"):

@@ -187,7 +187,7 @@ class RuntimePolicy:
             The distance of each unusual feature, by name (such as "observation/goal position[1]"). Empty when all are
             usual, or when the spec has no statistics.
         """
-        out = {}
+        out: dict[str, float] = {}
         for group in self.spec["observations"]:
             if group["mean"] is None:
                 continue
