@@ -9,19 +9,23 @@ import json
 import sys
 from pathlib import Path
 
-from edenrl.config import load_config
+from edenrl.config import load_config, read_config
 from edenrl.training import build_env, evaluate_run, format_table, load_policy_weights, run_script, setup
 
 sys.path.insert(0, str(Path(__file__).parent))  # the trainer scripts stand beside this one
 
 
-def load_run(run_dir: str):
+def load_run(run_dir):
     """The trainer module and resolved configuration of a run directory."""
     path = Path(run_dir) / "config.json"
     if not path.exists():
         raise FileNotFoundError(f"{run_dir} is not a run directory: it has no config.json.")
-    name = json.loads(path.read_text())["algorithm"]["name"]
-    trainer = importlib.import_module(f"train_{name.lower()}")
+    algorithm = read_config(path).get("algorithm")
+    name = algorithm.get("name") if isinstance(algorithm, dict) else None
+    script = Path(__file__).with_name(f"train_{str(name).lower()}.py")
+    if not script.exists():
+        raise ValueError(f"{path} names the algorithm {name!r}, but there is no {script.name} here to rebuild it with.")
+    trainer = importlib.import_module(script.stem)
     return trainer, load_config(trainer.Train, path)
 
 
@@ -29,17 +33,18 @@ def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.add_argument("run", help="run directory, such as runs/ppo-PointMass-s1-...")
     parser.add_argument("--episodes", type=int, help="finished episodes (default: as in the run's configuration)")
-    parser.add_argument("--checkpoint", default="best", help="best (default), latest, or a checkpoint's path")
+    parser.add_argument("--checkpoint", default="best", help="best (default), latest, or a checkpoint's name or path")
     parser.add_argument("--seed", type=int, help="seed of the environments (default: the run's evaluation seed)")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     args = parser.parse_args(argv)
 
-    trainer, cfg = load_run(args.run)
+    run = Path(args.run).expanduser()
+    trainer, cfg = load_run(run)
     device = setup(cfg)
     env = build_env(cfg, device, num_envs=1)
     policy = trainer.make_policy(cfg, env).to(device)
     env.close()
-    path = load_policy_weights(policy, args.run, args.checkpoint)
+    path = load_policy_weights(policy, run, args.checkpoint)
     result = evaluate_run(cfg, policy, device, num_episodes=args.episodes, seed=args.seed)
     if args.json:
         print(json.dumps({"checkpoint": str(path), **result}))

@@ -34,6 +34,17 @@ def smooth(values, width):
     return np.convolve(padded, np.ones(width) / width, mode="valid")
 
 
+def short_names(paths):
+    """Each path's last parts, as many as it takes to tell it from the others."""
+    names = {}
+    for path in paths:
+        others = [other.parts for other in paths if other != path]
+        sizes = range(1, len(path.parts) + 1)
+        size = next(n for n in sizes if all(parts[-n:] != path.parts[-n:] for parts in others))
+        names[path] = str(Path(*path.parts[-size:]))
+    return names
+
+
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run directories")
@@ -45,13 +56,13 @@ def main(argv=None):
         raise ImportError('Plotting needs matplotlib: pip install "edenrl[plot]"') from None
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import EngFormatter, MaxNLocator
 
     runs = {}
-    for run in args.runs:
-        path = Path(run) / "metrics.csv"
-        if not path.exists():
+    for run, name in short_names([Path(run).expanduser().resolve() for run in args.runs]).items():
+        if not (run / "metrics.csv").exists():
             raise FileNotFoundError(f"{run} has no metrics.csv: it is not a run directory, or has not begun.")
-        runs[Path(run).name or run] = read_metrics(path)
+        runs[name] = read_metrics(run / "metrics.csv")
     names = {name for rows in runs.values() for row in rows for name in row}
     panels = [(title, [s for s in series if s[0] in names]) for title, series in PANELS]
     panels = [(title, series) for title, series in panels if series]
@@ -79,8 +90,10 @@ def main(argv=None):
         axis.set_visible(False)
     for axis in axes.flat:
         axis.set_xlabel("frames")
+        axis.xaxis.set_major_locator(MaxNLocator(5))
+        axis.xaxis.set_major_formatter(EngFormatter(sep=""))  # 500k, 1M: long numbers would run into each other
     axes.flat[0].legend(fontsize="small")
-    figure.savefig(args.output, dpi=110)
+    figure.savefig(Path(args.output).expanduser(), dpi=110)
     print(f"Wrote {args.output}")
 
 

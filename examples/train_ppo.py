@@ -4,18 +4,17 @@ python examples/train_ppo.py --env.name HalfCheetah-v5     # settings from PRESE
 python examples/train_ppo.py --resume runs/...             # continue, bit for bit
 """
 
-import math
-
 import torch
 from pydantic import Field
 
-from edenrl.collectors import Collector
+from edenrl.collectors import make_collector
 from edenrl.config import PPOConfig, RunConfig, parse_cli
+from edenrl.distributed import num_iterations
 from edenrl.envs import action_box, wrap_env
 from edenrl.modules import make_actor, observation_groups, update_normalization, value_critic
 from edenrl.objectives import GAE, PPOLoss
 from edenrl.optim import GradientStep, make_lr_schedule, make_optimizer
-from edenrl.training import Run, average, build_env, evaluate_run, rollout_metrics, run_script, setup
+from edenrl.training import Run, average, build_env, collector_options, evaluate_run, rollout_metrics, run_script, setup
 
 # Settings by environment, found by measuring (docs/pages/results.md); each can be overridden on the command line.
 SMALL = dict(actor_hidden=(64, 64), critic_hidden=(64, 64), clip_value=False)
@@ -90,14 +89,14 @@ def main(argv=None):
     )
 
     frames = cfg.env.num_envs * algo.steps_per_env
-    iterations, updates = math.ceil(cfg.total_frames / frames), algo.epochs * algo.num_minibatches
+    iterations, updates = num_iterations(cfg.total_frames, frames), algo.epochs * algo.num_minibatches
     optimizer = make_optimizer(algo.optimizer, loss.parameters(), lr=algo.lr)
     schedule = make_lr_schedule(algo.lr_schedule, optimizer, iterations * updates, **algo.schedule_options())
     step = GradientStep(
         loss, optimizer, max_grad_norm=algo.max_grad_norm, lr_schedule=schedule, on_nonfinite=algo.on_nonfinite
     )
     training_env = wrap_env(env, action_mode=cfg.env.action_mode, reward_scale=cfg.env.reward_scale)
-    collector = Collector(training_env, policy, frames_per_batch=frames, total_frames=-1)
+    collector = make_collector(training_env, policy, frames_per_batch=frames, **collector_options(cfg))
 
     run = Run(
         cfg,

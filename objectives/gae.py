@@ -10,6 +10,8 @@ from tensordict.nn import TensorDictModule, dispatch
 from torch import Tensor
 from torchrl.objectives import value as torchrl_value
 
+from edenrl.modules import merge_moments, several_processes
+
 __all__ = ["GAE"]
 
 # Squared by the value loss, anything larger overflows float32.
@@ -37,7 +39,7 @@ class GAE(torchrl_value.GAE):
         lmbda: trace decay in [0, 1].
         value_network: the critic, or ``None`` to read ``state_value`` and ``("next", "state_value")``.
         **kwargs: further options of TorchRL's class; ``average_gae=True`` standardizes the advantages over the whole
-            rollout, each value head on its own.
+            rollout (of all processes that train together), each value head on its own.
 
     Raises:
         ValueError: if a reward, observation or value is NaN, infinite or beyond 1e18, naming key, environment and step.
@@ -76,6 +78,7 @@ class GAE(torchrl_value.GAE):
     ) -> TensorDictBase:
         """Writes advantages and value targets into the rollout and returns it."""
         self._time_axis = self._get_time_dim(time_dim, tensordict)
+        self._refuse_flat_columns(tensordict)
         self._refuse_nonfinite(tensordict, self._inputs(tensordict))
         # The parent lends itself the whole critic and then makes all of it trainable, frozen layers too.
         network = self.value_network
@@ -132,16 +135,30 @@ class GAE(torchrl_value.GAE):
         if valid is not None or groups is not None:
             return super()._normalize_advantage(adv, valid, groups)
         dims = list(range(adv.ndim - 1))
+        if several_processes():
+            own = adv.double()
+            count, mean, var = merge_moments(
+                adv[..., 0].numel(), own.mean(dims, keepdim=True), own.var(dims, correction=0, keepdim=True)
+            )
+            return ((own - mean) / (var * count / (count - 1).clamp_min(1)).sqrt().clamp_min(1e-4)).to(adv.dtype)
         spread = adv.std(dims, keepdim=True) if adv[..., 0].numel() > 1 else torch.zeros_like(adv)
         return (adv - adv.mean(dims, keepdim=True)) / spread.clamp_min(1e-4)
 
     def _inputs(self, data: TensorDictBase) -> list[NestedKey]:
-        keys: list[Any] = [("next", self.tensor_keys.reward)]
-        if self.value_network is None:
-            return [*keys, self.tensor_keys.value, ("next", self.tensor_keys.value)]
-        for key in self.value_network.in_keys:
-            keys += [key, ("next", *key) if isinstance(key, tuple) else ("next", key)]
-        return keys
+        """Entries that are read, in the order in which a step produces them."""
+        network = self.value_network
+        keys: list[Any] = [self.tensor_keys.value] if network is None else list(network.in_keys)
+        keys += [("next", *key) if isinstance(key, tuple) else ("next", key) for key in keys]
+        return [*keys, ("next", self.tensor_keys.reward)]
+
+    def _refuse_flat_columns(self, data: TensorDictBase) -> None:
+        for name in (self.tensor_keys.reward, self.tensor_keys.done, self.tensor_keys.terminated):
+            entry = data.get(("next", name), None)
+            if entry is not None and entry.shape == data.shape:
+                raise ValueError(
+                    f"('next', {name!r}) has the shape {tuple(entry.shape)} of the batch; GAE needs a last dimension "
+                    f"of 1, {(*entry.shape, 1)}, as environments give it. Store entry.unsqueeze(-1)."
+                )
 
     def _refuse_nonfinite(self, data: TensorDictBase, keys: list[NestedKey]) -> None:
         """Raises on the first entry that would poison the update; one host read when all is well."""
@@ -151,8 +168,15 @@ class GAE(torchrl_value.GAE):
         good = [entry.abs().amax() < _LARGEST for entry in floats.values() if entry.numel()]
         if not good or bool(torch.stack(good).all()):
             return
-        key, entry = next((k, e) for k, e in floats.items() if not bool(e.abs().amax() < _LARGEST))
-        first = (~(entry.abs() < _LARGEST)).nonzero()[0].tolist()
+        found = []
+        for order, (key, entry) in enumerate(floats.items()):
+            bad = (~(entry.abs() < _LARGEST)).nonzero()
+            if len(bad):
+                first = bad[bad[:, self._time_axis].argmin()].tolist()
+                found.append((first[self._time_axis], order, key, first))
+        # What went wrong first, in time and within a step, is the cause of the rest.
+        _, _, key, first = min(found)
+        entry = floats[key]
         env = [index for axis, index in enumerate(first[: data.ndim]) if axis != self._time_axis]
         where = ", ".join([*(f"env {index}" for index in env), f"step {first[self._time_axis]}"])
         raise ValueError(

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torchrl.modules import IndependentNormal, TanhNormal
 from torchrl.objectives import ClipPPOLoss
 
+from edenrl.modules import merge_moments, several_processes
+
 __all__ = ["PPOLoss", "gaussian_kl"]
 
 
@@ -35,7 +37,8 @@ class PPOLoss(ClipPPOLoss):
     ``scale`` stored at collection (other policies: the sampled estimate); ``explained_variance`` compares the values
     stored at collection with their targets; an optional penalty keeps the mean action inside [-1, 1]; the value loss is
     squared error, clipped, by default; the metrics are scalars for every batch shape; ``out_keys`` lists exactly
-    what is returned; ``parameter_groups`` says what is trained.
+    what is returned; ``parameter_groups`` says what is trained; ``normalize_advantage`` takes its statistics over the
+    mini-batches of all processes that train together.
 
     Outputs: ``loss_objective``, ``loss_critic``, ``loss_entropy`` and ``loss_action_bound`` (when its coefficient is
     positive), weighted and meant to be summed; the other entries are detached scalars.
@@ -212,6 +215,16 @@ class PPOLoss(ClipPPOLoss):
         if self.action_bound_coeff is not None:
             out.set("loss_action_bound", self._action_bound(tensordict, new))
         return out
+
+    def _standardize_advantage(self, advantage: Tensor, tensordict: TensorDictBase) -> Tensor:
+        masked = tensordict.get("shifted_valid", None) is not None
+        if not several_processes() or masked or self.normalize_advantage_exclude_dims:
+            return super()._standardize_advantage(advantage, tensordict)
+        own = advantage.double()
+        count, mean, var = merge_moments(own.numel(), own.mean(), own.var(correction=0))
+        # The same floor as the parent's.
+        spread = (var * count / (count - 1).clamp_min(1)).sqrt().clamp_min(torch.finfo(torch.float).resolution)
+        return ((own - mean) / spread).to(advantage.dtype)
 
     def _log_weight(self, tensordict: TensorDictBase, adv_shape: torch.Size) -> tuple[Tensor, Any, Tensor, Any]:
         outputs = super()._log_weight(tensordict, adv_shape)

@@ -89,6 +89,9 @@ def test_run_defaults() -> None:
         "export": False,
         "quiet": False,
         "num_threads": None,
+        "collector": "single",
+        "num_workers": 2,
+        "process_timeout": 600.0,
         "env": {
             "name": "PointMass",
             "num_envs": 256,
@@ -429,6 +432,42 @@ def test_resume_starts_from_the_run_and_takes_overrides(tmp_path: Path) -> None:
     assert config.algorithm.gamma == 0.9
 
 
+def test_resuming_into_another_directory_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_config(TrainPPO(), tmp_path / "config.json")
+    error = refused(capsys, "--resume", str(tmp_path), "--run_dir", str(tmp_path / "other"))
+    assert "resume and run_dir name two directories" in error and f"--config {tmp_path}/config.json" in error
+    assert parse_cli(TrainPPO, ["--resume", str(tmp_path), "--run_dir", f"{tmp_path}/"]).run_dir == str(tmp_path)
+
+
+def test_what_a_resumed_run_may_change(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kwargs = {"bonus": 1, "terrain": {"kind": "flat"}}
+    save_config(TrainPPO(env=EnvConfig(kwargs=kwargs)), tmp_path / "config.json")
+    resume = ("--resume", str(tmp_path))
+    error = refused(capsys, *resume, "--seed=2", "--env.kwargs.terrain.kind=rough", "--env.kwargs.goal=3")
+    assert (
+        "cannot change seed (was 1, now 2), env.kwargs.terrain.kind (was 'flat', now 'rough'), "
+        "env.kwargs.goal (was None, now 3)" in error
+    )
+    free = ("--total_frames=9", "--device=cpu", "--quiet", "--logger.kind=wandb", "--checkpoint.keep_last=7")
+    assert parse_cli(TrainPPO, [*resume, *free]).checkpoint.keep_last == 7
+    restart = ("--resume_schedule=restart", "--algorithm.lr=2e-3", "--algorithm.desired_kl=0.1")
+    assert parse_cli(TrainPPO, [*resume, *restart]).algorithm.lr == 2e-3
+    assert "cannot change algorithm.gamma" in refused(capsys, *resume, *restart, "--algorithm.gamma=0.5")
+
+
+def test_a_field_that_an_older_file_lacks_has_its_default_on_both_sides(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"seed": 3}')
+    assert parse_cli(TrainPPO, ["--resume", str(tmp_path)]).seed == 3
+
+
+def test_a_path_may_start_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    save_config(TrainPPO(seed=3), tmp_path / "config.json")
+    assert parse_cli(TrainPPO, ["--run_dir=~/run"]).run_dir == str(tmp_path / "run")
+    assert parse_cli(TrainPPO, ["--config=~/config.json"]).seed == 3
+    assert parse_cli(TrainPPO, ["--resume=~"]).resume == str(tmp_path)
+
+
 def test_config_of_a_resumed_run_starts_a_new_run(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     save_config(TrainPPO(seed=4, resume="runs/old", run_dir="runs/old"), path)
@@ -464,6 +503,7 @@ def test_config_of_a_resumed_run_starts_a_new_run(tmp_path: Path) -> None:
         (["--config", "absent.json"], "absent.json: no such file"),
         (["--resume", "absent"], "--resume absent: no such directory"),
         (["--config", "a", "--resume", "b"], "give --config or --resume, not both"),
+        (["--run_dir", "~nobody-here/x"], "give the path in full"),
     ],
 )
 def test_wrong_command_lines(capsys: pytest.CaptureFixture[str], argv: list[str], expected: str) -> None:
@@ -512,6 +552,29 @@ def test_help_shows_every_flag_description_and_default(
     assert "Environments stepped together. (default: 16)" in text
     assert "Learning rate at the start. (default: 0.0003)" in text
     assert "JSON string" not in text and "factory" not in text
+
+
+@pytest.mark.parametrize("argv", [["--env.name", "halfcheetah-V5", "--help"], ["-h", "--env.name=HalfCheetah-v5"]])
+def test_help_shows_the_preset_of_the_environment_and_marks_it(
+    argv: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit) as exit_info:
+        parse_cli(TrainPPO, argv, presets=PRESETS)
+    assert exit_info.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "Defaults marked [preset] are those of the preset for half" in text.replace("HalfC", "halfc")
+    assert "Environments stepped together. [preset] (default: 16)" in text
+    assert "[preset] (default: 3000000)" in text and "[preset] (default: {'a': 1})" in text
+    assert "Seed of networks, environments and sampling. (default: 1)" in text
+    assert text.count("[preset] (default: ") == 5
+
+
+def test_help_without_a_preset_or_with_a_file_shows_the_class(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv in (["--env.name=Ant-v5"], ["--env.name=HalfCheetah-v5", "--config=x.json"]):
+        with pytest.raises(SystemExit):
+            parse_cli(TrainPPO, [*argv, "--help"], presets=PRESETS)
+        assert "[preset]" not in capsys.readouterr().out
 
 
 def test_help_does_not_import_torch() -> None:

@@ -12,7 +12,7 @@ import pytest
 import edenrl
 
 LIBRARY = {"edenrl": "edenrl", "objectives": "edenrl/objectives", "collectors": "edenrl/collectors"}
-EXTRAS = ("matplotlib", "mujoco", "onnx", "onnxruntime", "onnxscript", "tensorboard", "wandb")
+EXTRAS = ("matplotlib", "mujoco", "onnx", "onnxruntime", "onnxscript", "ray", "tensorboard", "wandb")
 SOURCES = (*LIBRARY, "tests", "examples", "docs", "pyproject.toml", "README.md", "LICENSE")
 
 IMPORT_EVERYTHING = """
@@ -89,7 +89,7 @@ def test_the_wheel_carries_version_licence_and_extras(wheel: Path) -> None:
         assert archive.read(f"{info}/licenses/LICENSE").startswith(b"MIT License")
         metadata = archive.read(f"{info}/METADATA").decode().splitlines()
     extras = {line.split()[1] for line in metadata if line.startswith("Provides-Extra")}
-    assert extras == {"onnx", "wandb", "tensorboard", "mujoco", "plot", "test", "docs", "all"}
+    assert extras == {"onnx", "wandb", "tensorboard", "mujoco", "plot", "ray", "test", "docs", "all"}
     assert "Requires-Dist: torchrl<0.15,>=0.14" in metadata
 
 

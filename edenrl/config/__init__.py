@@ -5,8 +5,9 @@ given and what to change. This package does not import torch.
 """
 
 from edenrl.config.base import Config
-from edenrl.config.cli import load_config, parse_cli, save_config
+from edenrl.config.cli import load_config, parse_cli, read_config, save_config
 from edenrl.config.ppo import PPOConfig
+from edenrl.config.resume import refuse_changes
 from edenrl.config.run import CheckpointConfig, EnvConfig, EvaluationConfig, LoggerConfig, RunConfig
 
 __all__ = [
@@ -19,5 +20,7 @@ __all__ = [
     "RunConfig",
     "load_config",
     "parse_cli",
+    "read_config",
+    "refuse_changes",
     "save_config",
 ]

@@ -21,6 +21,8 @@ from pydantic_settings import BaseSettings, CliSettingsSource, SettingsError
 
 from edenrl._files import write_atomic
 from edenrl.config.base import Config, closest
+from edenrl.config.resume import refuse_changes
+from edenrl.config.run import RunConfig
 
 ConfigT = TypeVar("ConfigT", bound=Config)
 
@@ -50,14 +52,20 @@ def load_config(cls: type[ConfigT], path: str | os.PathLike[str]) -> ConfigT:
         FileNotFoundError: if there is no such file.
         ValueError: if it is not JSON, or not a valid `cls`; the message names the file and each wrong field.
     """
-    values = _read_json(path)
+    values = read_config(path)
     try:
         return cls.model_validate(values)
     except ValidationError as error:
         raise ValueError(f"{os.fspath(path)} is not a valid {cls.__name__}:\n{_describe(error)}") from None
 
 
-def _read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
+def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The fields in a file that ``save_config`` wrote, not yet checked: for a reader that must still find the class.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: if it does not hold one JSON object; the message names the file.
+    """
     try:
         values = json.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -192,8 +200,9 @@ def parse_cli(
     without ``--config`` and ``--resume``), the file, the command line. A dictionary such as ``env.kwargs`` is replaced
     by a higher layer that names it; ``--env.kwargs.KEY`` changes one entry of what is there.
 
-    A file that a resumed run wrote names that run's directory; ``--config`` leaves ``resume`` and ``run_dir`` of such a
-    file out, so that a new run never writes into the old one.
+    A resumed run cannot change what its restored state would overrule, see ``refuse_changes``. The ``config.json`` of a
+    run does not name its directory, so that ``--config RUN/config.json`` starts a new run beside it; ``resume`` and the
+    ``run_dir`` of a file that names both are left out as well.
 
     Args:
         cls: the configuration class.
@@ -218,33 +227,58 @@ def parse_cli(
         allow_abbrev=False,
     )
     parser.add_argument("--config", metavar="FILE", help="JSON file to start from; other flags override it")
-    # The source turns fields into flags, and flags into values; it reads no environment variable.
-    source: CliSettingsSource[Any] = CliSettingsSource(
-        _with_shown_defaults(cls), root_parser=parser, cli_avoid_json=True, cli_hide_none_type=True
-    )
     try:
         tokens, whole, entries = _split_argv(cls, sys.argv[1:] if argv is None else argv)
+        shown = cls
+        if {"--help", "-h"} & {*tokens}:
+            shown, note = _help_class(cls, tokens, presets)
+            parser.description = f"{parser.description}{note}"
+        # The source turns fields into flags, and flags into values; it reads no environment variable.
+        source: CliSettingsSource[Any] = CliSettingsSource(
+            cast("type[BaseSettings]", shown), root_parser=parser, cli_avoid_json=True, cli_hide_none_type=True
+        )
         namespace, unknown = parser.parse_known_args(tokens)
         if unknown:
             flags = ["--config", *(f"--{name}" for name, _ in _leaves(cls))]
             raise ValueError("\n".join(_unknown_argument(token, flags) for token in unknown[:10]))
         file, typed = namespace.config, _merge(source(parsed_args=namespace)(), whole)
-        return cls.model_validate(_merge(_layers(cls, file, typed, presets), entries))
+        cfg = cls.model_validate(_merge(_layers(cls, file, typed, presets), entries))
+        if isinstance(cfg, RunConfig) and cfg.resume is not None:
+            path = Path(cfg.resume) / "config.json"
+            refuse_changes(cast("RunConfig", load_config(cls, path)), cfg, str(path))
+        return cfg
     except ValidationError as error:
         parser.error(f"invalid configuration\n{_describe(error)}")
     except (OSError, ValueError, SettingsError) as error:
         parser.error(str(error))
 
 
-def _with_shown_defaults(cls: type[Config]) -> type[BaseSettings]:
-    """`cls` with its factories already called, because ``--help`` shows the values of instances only."""
-    shown: dict[str, Any] = {
-        name: (field.annotation, Field(field.get_default(call_default_factory=True), description=field.description))
-        for name, field in cls.model_fields.items()
-        if field.default_factory is not None
-    }
-    # The source only looks at the fields, so any model serves as its settings class.
-    return cast("type[BaseSettings]", create_model(cls.__name__, __base__=cls, **shown))
+def _help_class(
+    cls: type[ConfigT], tokens: Sequence[str], presets: Mapping[str, Mapping[str, Any]]
+) -> tuple[type[ConfigT], str]:
+    """`cls` as ``--help`` shows it: with the preset of the environment on the command line, and a note on that."""
+    typed = dict(token[2:].split("=", 1) for token in tokens if token.startswith("--") and "=" in token)
+    values = _defaults(cls)
+    env_name = typed.get("env.name", values.get("env", {}).get("name", ""))
+    preset = {} if {"config", "resume"} & typed.keys() else _preset(env_name, presets)
+    note = f" Defaults marked [preset] are those of the preset for {env_name}." if preset else ""
+    return _with_defaults(cls, _merge(values, preset, _containers(cls, dict)), preset), note
+
+
+def _with_defaults(cls: type[ConfigT], values: Mapping[str, Any], preset: Mapping[str, Any]) -> type[ConfigT]:
+    """`cls` with other defaults, marked where a preset names them; help shows the values of instances only."""
+    fields: dict[str, Any] = {}
+    for name, field in cls.model_fields.items():
+        if name not in values:  # required
+            continue
+        annotation, value, text = field.annotation, values[name], field.description
+        if isinstance(annotation, type) and issubclass(annotation, Config):
+            annotation = _with_defaults(annotation, value, preset.get(name, {}))
+            value = annotation.model_construct()
+        elif name in preset:
+            text = f"{text} [preset]"
+        fields[name] = (annotation, Field(value, description=text))
+    return create_model(cls.__name__, __base__=cls, __doc__=cls.__doc__, **fields)
 
 
 def _layers(
@@ -256,17 +290,22 @@ def _layers(
     if file is not None and resume is not None:
         raise ValueError("give --config or --resume, not both: a resumed run starts from its own config.json")
     if resume is not None:
-        if not Path(resume).is_dir():
+        folder = Path(os.path.expanduser(resume))
+        if not folder.is_dir():
             raise FileNotFoundError(f"--resume {resume}: no such directory; give the directory of an earlier run")
-        layer = _read_json(Path(resume) / "config.json") | {"resume": resume, "run_dir": resume}
+        layer = read_config(folder / "config.json") | {"resume": resume, "run_dir": resume}
     elif file is not None:
-        layer = _read_json(file)
+        layer = read_config(os.path.expanduser(file))
         if layer.pop("resume", None) is not None:
             layer.pop("run_dir", None)
     else:
         env_name = _merge(values, typed).get("env", {}).get("name", "")
-        layer = next((dict(preset) for name, preset in presets.items() if _env_key(name) == _env_key(env_name)), {})
+        layer = _preset(env_name, presets)
     return _merge(_merge(values, layer, whole), typed, whole)
+
+
+def _preset(env_name: str, presets: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    return next((dict(preset) for name, preset in presets.items() if _env_key(name) == _env_key(env_name)), {})
 
 
 def _env_key(name: str) -> str:

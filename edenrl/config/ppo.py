@@ -4,12 +4,23 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import (
-    Field,
-    model_validator,
-)
+from pydantic import AfterValidator, Field, model_validator
 
 from edenrl.config.base import Config, Count, Fraction, Groups, NonNegative, Positive, refuse
+
+
+def _below_one(clip_epsilon: float) -> float:
+    if clip_epsilon >= 1:
+        raise refuse(
+            "expected a number below 1: ratios are clipped to [1 - clip_epsilon, 1 + clip_epsilon], above zero"
+        )
+    return clip_epsilon
+
+
+def _within_bounds(init_std: float) -> float:
+    if not 1e-3 < init_std < 20:
+        raise refuse("expected a number between 0.001 and 20, the bounds that the policy's standard deviation keeps")
+    return init_std
 
 
 class PPOConfig(Config):
@@ -25,7 +36,7 @@ class PPOConfig(Config):
     """Discount per step, in (0, 1]."""
     lmbda: Fraction = 0.95
     """GAE lambda, in [0, 1]: 0 trusts the critic, 1 trusts the returns."""
-    clip_epsilon: Positive = 0.2
+    clip_epsilon: Annotated[Positive, AfterValidator(_below_one)] = 0.2
     """Clip range of the probability ratio, and of the value when clip_value is set."""
     entropy_coeff: NonNegative = 0.01
     """Weight of the entropy bonus."""
@@ -61,7 +72,7 @@ class PPOConfig(Config):
     """Widths of the critic's hidden layers, as 256,128,64."""
     activation: Literal["elu", "relu", "tanh", "silu"] = "elu"
     """Activation between hidden layers."""
-    init_std: Positive = 1.0
+    init_std: Annotated[Positive, AfterValidator(_within_bounds)] = 1.0
     """Standard deviation of the action noise at the start."""
     normalize_observations: bool = True
     """Normalize observations by their running mean and variance."""

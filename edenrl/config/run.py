@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from pydantic import (
-    Field,
-    model_validator,
-)
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from edenrl.config.base import Config, Count, JsonDict, Name, Positive, Seed, refuse
+
+
+def _folder(value: str) -> str:
+    """`value` with its home directory written out; neither it nor a parent may be a file."""
+    try:
+        path = Path(value).expanduser()
+    except RuntimeError as error:
+        raise refuse(f"{error}; give the path in full") from None
+    for part in (path, *path.parents):
+        if part.exists() and not part.is_dir():
+            raise refuse(f"{part} is a file; give the path of a directory")
+    return str(path)
+
+
+Folder = Annotated[Name, AfterValidator(_folder)]
+# What a factory of environments is given beside the keyword arguments, and the flag that sets it.
+_OWN_FLAGS = {"name": "env.name", "num_envs": "env.num_envs", "vectorization": "env.vectorization"}
+_OWN_FLAGS |= {"device": "device", "seed": "seed"}
 
 
 class EnvConfig(Config):
@@ -28,6 +44,14 @@ class EnvConfig(Config):
     """Factor on the reward the learner sees; evaluation reports the unscaled return."""
     action_mode: Literal["clip", "squash", "none"] = "clip"
     """How an action reaches its bounds: clipped, squashed by tanh, or passed as it is."""
+
+    @field_validator("kwargs")
+    @classmethod
+    def _check_kwargs(cls, kwargs: dict[str, Any]) -> dict[str, Any]:
+        for name, flag in _OWN_FLAGS.items():
+            if name in kwargs:
+                raise refuse(f"{name!r} has a flag of its own: set --{flag} instead of --env.kwargs.{name}")
+        return kwargs
 
 
 class EvaluationConfig(Config):
@@ -76,9 +100,9 @@ class RunConfig(Config):
     """Environment steps to train for, summed over environments; 1e6 and 1_000_000 are read as well."""
     device: Name = "auto"
     """Torch device such as cpu or cuda:0; auto takes the accelerator when there is one."""
-    run_dir: Name | None = None
+    run_dir: Folder | None = None
     """Directory of this run; None: runs/<algorithm>-<env>-s<seed>-<time>."""
-    resume: Name | None = None
+    resume: Folder | None = None
     """Run directory to continue: its config.json is the base, and it becomes run_dir."""
     resume_schedule: Literal["restore", "restart"] = "restore"
     """On resume, restore the learning-rate schedule or restart it over the remaining updates."""
@@ -88,6 +112,12 @@ class RunConfig(Config):
     """No progress output."""
     num_threads: Count | None = None
     """CPU threads torch may use; None leaves torch's own choice."""
+    collector: Literal["single", "multi_sync", "ray"] = "single"
+    """Who steps the environments: this process, num_workers processes of this machine, or num_workers Ray actors."""
+    num_workers: Count = 2
+    """Worker processes that env.num_envs is split over; only for collector multi_sync and ray."""
+    process_timeout: Positive = 600.0
+    """Seconds that a process under torchrun waits for the others before it gives up."""
     env: EnvConfig = Field(default_factory=EnvConfig)
     """Environment."""
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
@@ -96,6 +126,28 @@ class RunConfig(Config):
     """Checkpoints."""
     logger: LoggerConfig = Field(default_factory=LoggerConfig)
     """Logging."""
+
+    @model_validator(mode="after")
+    def _check_folders(self) -> RunConfig:
+        if self.resume is not None and self.run_dir is not None:
+            resumed, written = (Path(folder).resolve() for folder in (self.resume, self.run_dir))
+            if resumed != written:
+                raise refuse(
+                    f"resume and run_dir name two directories, {self.resume} and {self.run_dir}; a resumed run goes on "
+                    f"in its own. Leave run_dir out, or start a new run with --config {self.resume}/config.json"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _check_workers(self) -> RunConfig:
+        if self.collector != "single" and self.env.num_envs % self.num_workers:
+            fits = [n for n in range(1, self.env.num_envs + 1) if self.env.num_envs % n == 0]
+            near = min(fits, key=lambda n: abs(n - self.num_workers))
+            raise refuse(
+                f"env.num_envs = {self.env.num_envs} environments do not split over num_workers = {self.num_workers}; "
+                f"set num_workers to {near}, or env.num_envs to a multiple of {self.num_workers}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_minibatches(self) -> RunConfig:

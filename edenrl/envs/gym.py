@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
+import os
+import signal
 import types
 import warnings
 from collections import deque
@@ -52,8 +54,8 @@ class GymVectorEnv(GymWrapper):
         device: Device of the returned tensors. Default: CPU.
 
     Raises:
-        TypeError: ``env`` is not a Gymnasium vector environment, or one of its spaces is not supported.
-        ValueError: ``env`` resets itself.
+        TypeError: ``env`` is not a Gymnasium vector environment.
+        ValueError: one of its spaces is not supported, or ``env`` resets itself.
 
     Examples:
         >>> import gymnasium
@@ -245,7 +247,7 @@ def make_gym_env(
     if needs_mujoco and importlib.util.find_spec("mujoco") is None:
         raise ImportError(f'{env_id} needs the mujoco package, which is not installed: pip install "edenrl[mujoco]"')
     copies: list[Callable[[], gymnasium.Env]] = [
-        functools.partial(_make_one, env_id, needs_mujoco, env_kwargs) for _ in range(num_envs)
+        functools.partial(_make_one, env_id, needs_mujoco, env_kwargs, os.getpid()) for _ in range(num_envs)
     ]
     vector: VectorEnv
     if vectorization == "sync":
@@ -265,7 +267,10 @@ class _QuietSyncVectorEnv(SyncVectorEnv):
         return vector_infos
 
 
-def _make_one(env_id: str, uses_mujoco: bool, kwargs: dict[str, Any]) -> gymnasium.Env:
+def _make_one(env_id: str, uses_mujoco: bool, kwargs: dict[str, Any], owner: int) -> gymnasium.Env:
+    if os.getpid() != owner:
+        # A terminal sends Ctrl-C to every process of a run; its owner decides when this one ends.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     if not uses_mujoco:
         return gymnasium.make(env_id, **kwargs)
     with _without_mass_warning():
@@ -327,12 +332,12 @@ def _check_space(role: str, space: spaces.Space, *, allow_dict: bool) -> None:
         return
     if not isinstance(space, (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)):
         expected = "Box, Discrete, MultiDiscrete, MultiBinary" + (" or Dict of these" if allow_dict else "")
-        raise TypeError(
+        raise ValueError(
             f"The {role} space is {space}; expected {expected}. Convert it with a gymnasium wrapper first, for example "
             "FlattenObservation."
         )
     if isinstance(space, spaces.Discrete) and space.start != 0:
-        raise TypeError(f"The {role} space {space} starts at {space.start}; expected one that starts at 0.")
+        raise ValueError(f"The {role} space {space} starts at {space.start}; expected one that starts at 0.")
 
 
 def _read_dict(observation: Mapping[str, Any], spec: Composite) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -71,7 +72,8 @@ class PointMass(EnvBase):
         dtype: Floating-point type of every entry. Default: ``torch.get_default_dtype()``.
 
     Raises:
-        ValueError: ``num_envs`` or ``max_steps`` below 1.
+        ValueError: ``num_envs`` or ``max_steps`` is not a whole number of at least 1, ``success_bonus`` not a finite
+            number, or ``dtype`` not a floating-point type.
 
     After the point-mass task of the EmbodiChain differentiable trainer; the obstacle centre range is our choice.
 
@@ -102,8 +104,12 @@ class PointMass(EnvBase):
         dtype: torch.dtype | None = None,
     ) -> None:
         for name, value in (("num_envs", num_envs), ("max_steps", max_steps)):
-            if value < 1:
-                raise ValueError(f"{name}={value} was given to PointMass; expected at least 1. Pass a positive {name}.")
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name}={value!r} was given to PointMass; expected a whole number, at least 1.")
+        if not isinstance(success_bonus, (int, float)) or not math.isfinite(success_bonus):
+            raise ValueError(f"success_bonus={success_bonus!r} was given to PointMass; expected a finite number.")
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ValueError(f"dtype={dtype!r} was given to PointMass; expected a floating-point torch.dtype or None.")
         super().__init__(device=torch.device("cpu" if device is None else device), batch_size=[num_envs])
         self.num_envs = num_envs
         self.success_bonus = success_bonus

@@ -120,6 +120,8 @@ def _build(name: str, num_envs: int, device: torch.device | str, seed: int | Non
         return factory(num_envs, device=device, seed=seed, **kwargs)
     prefix, colon, rest = name.partition(":")
     prefix = prefix.lower()
+    if colon and prefix in ("mjlab", "isaaclab"):
+        _refuse_vectorization(name, kwargs)
     if colon and prefix == "mjlab":
         return _make_mjlab(rest, num_envs, device, seed, kwargs)
     if colon and prefix == "isaaclab":
@@ -128,10 +130,23 @@ def _build(name: str, num_envs: int, device: torch.device | str, seed: int | Non
     _check_gymnasium_id(name, env_id)
     try:
         return make_gym_env(env_id, num_envs, device=device, seed=seed, **kwargs)
-    except TypeError as error:
-        if "unexpected keyword argument" not in str(error):
-            raise
-        raise ValueError(f"{name!r} does not take the arguments {kwargs}: {error}") from error
+    except (ImportError, ValueError):
+        raise
+    except gymnasium.error.DependencyNotInstalled as error:
+        raise ImportError(f"{name!r} needs a package that is not installed: {error}") from error
+    except Exception as error:  # whatever a constructor makes of its arguments; the cause stays attached
+        if "unexpected keyword argument" in str(error):
+            raise ValueError(f"{name!r} does not take the arguments {kwargs}: {error}") from error
+        what = f"with the arguments {kwargs}" if kwargs else "here"
+        raise ValueError(f"{name!r} cannot be built {what}: {type(error).__name__}: {error}") from error
+
+
+def _refuse_vectorization(name: str, kwargs: dict[str, Any]) -> None:
+    if "vectorization" in kwargs:
+        raise ValueError(
+            f"{name!r} steps its environments together as one batch: --env.vectorization {kwargs['vectorization']} is "
+            "for Gymnasium ids. Leave it out."
+        )
 
 
 def _check_arguments(name: str, factory: EnvFactory, *call: Any) -> None:
@@ -142,6 +157,7 @@ def _check_arguments(name: str, factory: EnvFactory, *call: Any) -> None:
     try:
         signature.bind(*([] if function is factory else [None]), num_envs, device=device, seed=seed, **kwargs)
     except TypeError as error:
+        _refuse_vectorization(name, kwargs)
         raise ValueError(
             f"The factory of {name!r} takes {signature} and was called with {['num_envs', 'device', 'seed', *kwargs]}: "
             f"{error}. A factory takes num_envs and the keywords device and seed; what else it takes goes in as "

@@ -138,6 +138,8 @@ def action_box(env: EnvBase) -> tuple[Tensor, Tensor] | None:
 def action_saturation(action: Tensor, box: tuple[Tensor, Tensor]) -> Tensor:
     """Share of action components at or beyond a bound, the metric that shows actions running away.
 
+    A component within a thousandth of the half width counts as at the bound: a tanh only comes close to it.
+
     Args:
         action: Raw actions ``[*, a]``.
         box: ``(low, high)``, each ``[a]``, as ``action_box`` returns it.
@@ -153,7 +155,8 @@ def action_saturation(action: Tensor, box: tuple[Tensor, Tensor]) -> Tensor:
         tensor(0.2500)
     """
     low, high = box
-    return ((action <= low) | (action >= high)).to(torch.get_default_dtype()).mean()
+    margin = ((high - low) / 2 * 1e-3).nan_to_num(posinf=0.0)  # none where a side is open
+    return ((action <= low + margin) | (action >= high - margin)).to(torch.get_default_dtype()).mean()
 
 
 def wrap_env(env: EnvBase, *, action_mode: ActionMode = "clip", reward_scale: float = 1.0) -> TransformedEnv:

@@ -11,6 +11,7 @@ from edenrl.modules.actor_critic import (
     update_normalization,
     value_critic,
 )
+from edenrl.modules.moments import merge_moments, several_processes
 from edenrl.modules.normalization import RunningNorm
 
 __all__ = [
@@ -21,7 +22,9 @@ __all__ = [
     "categorical_actor",
     "gaussian_actor",
     "make_actor",
+    "merge_moments",
     "observation_groups",
+    "several_processes",
     "update_normalization",
     "value_critic",
 ]

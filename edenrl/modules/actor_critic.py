@@ -128,9 +128,11 @@ class GroupMLP(nn.Module):
 
 
 def _squareplus(x: Tensor) -> Tensor:
-    root = (x.square() + 1.0).sqrt()
-    # Two forms of one number: each side avoids the cancellation of the other.
-    return torch.where(x > 0, 0.5 * (x + root), 0.5 / (root - x))
+    # Both forms are of the magnitude, so that neither cancels: the gradient of the one that is not taken must be finite
+    # too. Not abs(), whose gradient at zero is zero.
+    magnitude = torch.where(x > 0, x, -x)
+    large = 0.5 * (magnitude + (x.square() + 1.0).sqrt())
+    return torch.where(x > 0, large, 0.25 / large)
 
 
 class StateIndependentStd(nn.Module):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
+
+from edenrl.modules.moments import merge_moments
 
 __all__ = ["RunningNorm"]
 
@@ -14,8 +16,12 @@ class RunningNorm(nn.Module):
     """Normalizes features with running mean and standard deviation: ``(x - mean) / (std + eps)``.
 
     The statistics are buffers, so they are saved, exported and moved with the network that owns them. ``forward`` never
-    changes them; ``update`` merges a batch (parallel variance of Chan et al., 1979; computed in float64, kept in the
-    module's precision) and does nothing in ``eval()`` mode. Before the first update the module divides by ``1 + eps``.
+    changes them; ``update`` merges a batch (parallel variance of Chan et al., 1979), but not in ``eval()`` mode.
+    Before the first update the module divides by ``1 + eps``. Processes that train together (``edenrl.distributed``)
+    all merge the batches of all, so every one of them must call ``update``.
+
+    Mean and variance are float64 whatever the module is cast to (in float32 they would stop moving after some 1e7
+    samples), so it needs a device that has float64. The output has the module's precision, or that of ``x`` if higher.
 
     Args:
         shape: shape of one observation, or its width. Leading dimensions of the input are batch dimensions.
@@ -56,14 +62,16 @@ class RunningNorm(nn.Module):
         if clip is not None and clip <= 0 or eps <= 0:
             raise ValueError(f"RunningNorm needs clip > 0 (or None) and eps > 0, got clip={clip}, eps={eps}.")
         self.clip, self.eps = clip, eps
-        self.register_buffer("mean", torch.zeros(self.shape))
-        self.register_buffer("var", torch.ones(self.shape))
+        self.dtype = torch.get_default_dtype()
+        self.register_buffer("mean", torch.zeros(self.shape, dtype=torch.float64))
+        self.register_buffer("var", torch.ones(self.shape, dtype=torch.float64))
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
         self.register_buffer("mask", mask)
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns the normalized features, same shape as ``x``."""
-        out = (x - self.mean) / (self.var.sqrt() + self.eps)
+        dtype = torch.promote_types(x.dtype, self.dtype)
+        out = (x - self.mean.to(dtype)) / (self.var.to(dtype).sqrt() + self.eps)
         if self.clip is not None:
             out = out.clamp(-self.clip, self.clip)
         return out if self.mask is None else torch.where(self.mask, out, x)
@@ -82,16 +90,27 @@ class RunningNorm(nn.Module):
                 f"RunningNorm refuses non-finite input: {len(bad)} value(s), the first in row {int(bad[0, 0])}, "
                 f"feature {bad[0, 1:].tolist()}. Fix the environment that produced it."
             )
-        if not len(rows):
+        # Of no rows both would be NaN; they still take part, because the other processes wait for this one.
+        own = rows if len(rows) else rows.new_zeros(1, *self.shape)
+        count, mean, var = merge_moments(len(rows), own.mean(0), own.var(0, unbiased=False))
+        if not count:
             return
-        mean, var = rows.mean(0), rows.var(0, unbiased=False)
-        total = self.count + len(rows)
-        share = len(rows) / total.double()
+        total = self.count + count
+        share = count / total.double()
         delta = mean - self.mean
         # Between-batch term: without it the merged variance would miss the shift of the mean.
         self.var.copy_(self.var + (var - self.var) * share + delta.square() * share * (1 - share))
         self.mean.copy_(self.mean + delta * share)
         self.count.copy_(total)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RunningNorm:
+        """Every cast and move of a module comes through here; a cast leaves the statistics as they are."""
+        exact = self.mean, self.var
+        super()._apply(fn, recurse)
+        self.dtype = fn(torch.zeros((), dtype=self.dtype, device=exact[0].device)).dtype
+        if self.mean.dtype != torch.float64:
+            self.mean, self.var = (entry.to(self.count.device) for entry in exact)
+        return self
 
     def extra_repr(self) -> str:
         """Shape and options for ``repr``."""

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
@@ -17,12 +18,20 @@ from edenrl.optim.schedules import KLAdaptiveLR, make_lr_schedule
 __all__ = ["GradientStep"]
 
 
+def _several_processes() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
 class GradientStep:
     """Turns a loss TensorDict into one optimizer step.
 
     A call sums the ``loss_*`` entries, runs one backward, checks that every gradient is finite, clips each parameter
     group on its own norm, adapts the learning rate and steps. Metrics come back as tensors: move them to the host once
     per iteration. The check reads one boolean per call, a KL-adaptive schedule one number more (free on CPU).
+
+    In processes that train together (``edenrl.distributed``) gradients, loss and KL are averaged over all of them, in
+    one exchange per dtype and call and in a fixed order; a parameter without a gradient in some process counts as zero
+    there. What follows, a dropped update or a changed learning rate, is then the same everywhere.
 
     Args:
         loss: the LossModule. Its ``parameter_groups()`` names the groups that are clipped apart; a module without it is
@@ -92,6 +101,7 @@ class GradientStep:
         self.scaler = torch.amp.GradScaler(self.device_type, enabled=amp_dtype == torch.float16)
         self.skipped = 0
         self._skipped_in_a_row = 0
+        self._restarted: dict[str, Any] | None = None
         self._names = names
 
     def autocast(self) -> contextlib.AbstractContextManager:
@@ -109,20 +119,23 @@ class GradientStep:
             raise KeyError(f"The KL-adaptive schedule needs {self.kl_key!r} among the losses; set kl_key to its name.")
         loss = torch.stack([value.reshape(()) for value in terms.values()]).sum()
         self.scaler.scale(loss).backward()
+        loss, kl = loss.detach(), losses.get(self.kl_key, None)
+        if _several_processes():
+            loss, kl = self._average_processes(loss, loss.new_tensor(0.0) if kl is None else kl.detach())
         if self.scaler.is_enabled():
             for optimizer in self.optimizers.values():
                 self.scaler.unscale_(optimizer)
         norms = {
             name: get_total_norm([p.grad for p in params if p.grad is not None]) for name, params in self.groups.items()
         }
-        metrics = {"loss": loss.detach(), **{f"grad_norm_{name}": norm for name, norm in norms.items()}}
+        metrics = {"loss": loss, **{f"grad_norm_{name}": norm for name, norm in norms.items()}}
         # A loss can be NaN while every gradient is finite (a masked term), so it is part of the check.
-        if not bool(torch.stack([loss.detach(), *norms.values()]).isfinite().all()):
+        if not bool(torch.stack([loss, *norms.values()]).isfinite().all()):
             self._drop_update(terms)
         else:
             self._skipped_in_a_row = 0
             if adaptive is not None:
-                adaptive.step(losses.get(self.kl_key))
+                adaptive.step(kl)
             for name, params in self.groups.items():
                 if (largest := self.max_grad_norm[name]) is not None:
                     clip_grads_with_norm_(params, largest, norms[name])
@@ -136,6 +149,24 @@ class GradientStep:
         lr = next(iter(self.optimizers.values())).param_groups[0]["lr"]
         metrics["lr"] = torch.full((), float(lr), device=loss.device)
         return metrics
+
+    def _average_processes(self, loss: Tensor, kl: Tensor) -> tuple[Tensor, Tensor]:
+        """Averages all gradients, the loss and the KL over the processes, each dtype as one flat tensor."""
+        parameters = [p for params in self.groups.values() for p in params]
+        for p in parameters:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+        loss, kl = loss.clone(), kl.reshape(()).clone()
+        buckets: dict[torch.dtype, list[Tensor]] = {}
+        for tensor in [*(p.grad for p in parameters if p.grad is not None), loss, kl]:
+            buckets.setdefault(tensor.dtype, []).append(tensor)
+        for tensors in buckets.values():
+            flat = torch.cat([tensor.flatten() for tensor in tensors])
+            dist.all_reduce(flat)
+            flat /= dist.get_world_size()
+            for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+                tensor.copy_(part.view_as(tensor))
+        return loss, kl
 
     def _drop_update(self, terms: Mapping[Any, Tensor]) -> None:
         self.skipped += 1
@@ -154,6 +185,8 @@ class GradientStep:
         what = f"gradient in {', '.join(bad[:5])}" if bad else "gradient norm"
         if not bad and not all(bool(value.isfinite().all()) for value in terms.values()):
             what = "loss"
+        elif _several_processes():
+            what += " in at least one process"
         values = ", ".join(f"{name}={value.item():.4g}" for name, value in terms.items())
         raise FloatingPointError(
             f"Non-finite {what} ({values}). No parameter was changed. Look for an exploding reward or value "
@@ -165,28 +198,39 @@ class GradientStep:
 
         Args:
             name: a name of ``make_lr_schedule``.
-            lr: the rate to start at, for every parameter group.
+            lr: the rate to start at, of the first parameter group; the others keep their ratio to it.
             remaining_updates: updates left.
             kwargs: the schedule's options.
         """
         optimizer = next(iter(self.optimizers.values()))
-        for group in optimizer.param_groups:
-            group["lr"] = group["initial_lr"] = lr
+        # A schedule may have ended at zero: the rates it began with hold the ratio.
+        began = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
+        for group, rate in zip(optimizer.param_groups, began, strict=True):
+            group["lr"] = group["initial_lr"] = lr * (rate / began[0] if began[0] > 0 else 1.0)
         self.lr_schedule = make_lr_schedule(name, optimizer, max(remaining_updates, 1), **kwargs)
+        self._restarted = {"name": name, "lr": lr, "remaining_updates": remaining_updates, **kwargs}
 
     def state_dict(self) -> dict[str, Any]:
         """Skip counter, gradient scale and learning-rate schedule (the optimizers are saved on their own)."""
         state: dict[str, Any] = {"skipped": self.skipped, "scaler": self.scaler.state_dict()}
         if self.lr_schedule is not None:
             state |= {"lr_schedule": self.lr_schedule.state_dict(), "kind": type(self.lr_schedule).__name__}
+        if self._restarted is not None:
+            state["restarted"] = dict(self._restarted)
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores ``state_dict``.
 
         A saved schedule does not go into one of another class (adaptive or fixed): restart it, see
-        ``restart_schedule``.
+        ``restart_schedule``. One that was restarted before it was saved keeps its own length.
         """
+        if "restarted" in state:
+            groups = next(iter(self.optimizers.values())).param_groups
+            rates = [group["lr"] for group in groups]
+            self.restart_schedule(**state["restarted"])
+            for group, rate in zip(groups, rates, strict=True):  # the optimizer's state says where the schedule stands
+                group["lr"] = rate
         self.skipped = state["skipped"]
         self.scaler.load_state_dict(state["scaler"])
         if self.lr_schedule is not None and state.get("kind") == type(self.lr_schedule).__name__:

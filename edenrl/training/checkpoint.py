@@ -143,18 +143,26 @@ def load_policy_weights(policy: nn.Module, run_dir: str | Path, which: str = "be
     Args:
         policy: a policy built from the run's ``config.json``.
         run_dir: the run directory.
-        which: "best" (by evaluation return; the newest if none was evaluated), "latest", or a checkpoint's path.
+        which: "best" (by evaluation return; the newest if none was evaluated), "latest", a checkpoint's path, or its
+            name in the run's ``checkpoints/``.
 
     Returns:
         The path of the checkpoint that was read.
 
     Raises:
-        FileNotFoundError: for a run without checkpoints.
+        FileNotFoundError: for a run without checkpoints, or without the one that was named (listing what there is).
         CheckpointError: for another architecture, naming the first difference.
     """
     rotation = _Rotation(Path(run_dir) / "checkpoints", keep_last=1, keep_best=("return_mean", "max"))
     if which not in ("best", "latest"):
-        path: Path | None = Path(which)
+        given = Path(which).expanduser()
+        path: Path | None = next((p for p in (given, rotation.directory / given) if Checkpoint.is_checkpoint(p)), None)
+        if path is None:
+            there = ", ".join(sorted(p.name for p in rotation.directory.glob(f"{rotation.prefix}-*"))) or "nothing"
+            raise FileNotFoundError(
+                f"{which} is no checkpoint, neither as a path nor in {rotation.directory}, which holds {there}. Give "
+                "one of these, 'best' or 'latest'."
+            )
     else:
         path = (rotation.best() if which == "best" else None) or rotation.latest()
     if path is None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import torch
 from tensordict.nn import TensorDictModuleBase
 from torchrl.envs import EnvBase
 
-from edenrl.config import RunConfig
+from edenrl import distributed
+from edenrl.config import EnvConfig, RunConfig
 from edenrl.envs import make_env, wrap_env
 from edenrl.training.evaluation import evaluate
 
-__all__ = ["build_env", "evaluate_run"]
+__all__ = ["build_env", "collector_options", "evaluate_run"]
 
 
 def build_env(
@@ -21,19 +25,43 @@ def build_env(
     Args:
         cfg: the configuration.
         device: device of the tensors.
-        num_envs: rows; default ``cfg.env.num_envs``.
-        seed: default ``cfg.seed``.
+        num_envs: rows; default ``cfg.env.num_envs``, or 1 where ``cfg.collector`` leaves the stepping to workers.
+        seed: default ``cfg.seed``; under ``torchrun`` each process continues where the seeds of the one before it end.
     """
-    options = dict(cfg.env.kwargs)
-    if cfg.env.vectorization != "sync":
-        options["vectorization"] = cfg.env.vectorization
-    return make_env(
-        cfg.env.name,
-        cfg.env.num_envs if num_envs is None else num_envs,
-        device,
-        cfg.seed if seed is None else seed,
-        **options,
-    )
+    if num_envs is None:
+        num_envs = cfg.env.num_envs if cfg.collector == "single" else 1
+    if seed is None:
+        # Row i of a Gymnasium vector has seed + i, so neighbouring seeds would repeat environments.
+        seed = cfg.seed + distributed.rank() * cfg.env.num_envs
+    return _build(cfg.env, num_envs, device, seed)
+
+
+def _build(env: EnvConfig, num_envs: int, device: torch.device | str, seed: int) -> EnvBase:
+    options = dict(env.kwargs)
+    if env.vectorization != "sync":
+        options["vectorization"] = env.vectorization
+    return make_env(env.name, num_envs, device, seed, **options)
+
+
+def _worker_env(env: EnvConfig, num_envs: int, first_seed: int, worker: int) -> EnvBase:
+    built = _build(env, num_envs, "cpu", first_seed + worker * num_envs)
+    return wrap_env(built, action_mode=env.action_mode, reward_scale=env.reward_scale)
+
+
+def collector_options(cfg: RunConfig) -> dict[str, Any]:
+    """Keyword arguments of ``edenrl.collectors.make_collector`` that choose ``cfg.collector`` and its workers.
+
+    Examples:
+        >>> collector_options(RunConfig())["kind"]
+        'single'
+    """
+    rows = cfg.env.num_envs // cfg.num_workers
+    return {
+        "kind": cfg.collector,
+        "num_workers": cfg.num_workers,
+        "worker_env": partial(_worker_env, cfg.env, rows, cfg.seed),
+        "seed": cfg.seed,
+    }
 
 
 def evaluate_run(

@@ -31,6 +31,22 @@ def read_metrics(path: str | Path) -> list[dict[str, float]]:
     return rows
 
 
+def _header(path: Path) -> list[str]:
+    with open(path, newline="", encoding="utf-8") as file:
+        return next(csv.reader(file), [])
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings by dotted name, as what TensorBoard's table of hyper-parameters can hold."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = value if isinstance(value, (bool, int, float, str)) else str(value)
+    return flat
+
+
 class MetricsTable:
     """A CSV file with one row per iteration and one column per metric.
 
@@ -55,7 +71,8 @@ class MetricsTable:
         self.rows = (
             [row for row in read_metrics(path) if row.get("iteration", math.inf) < first] if path.exists() else []
         )
-        self.columns = list(dict.fromkeys(name for row in self.rows for name in row))
+        # From the header: a column may be empty in every row that is kept.
+        self.columns = _header(path) if self.rows else []
         self._file: Any = None
         if self.rows:
             self._rewrite()
@@ -132,7 +149,8 @@ class RunLogger:
         elif kind not in ("csv", "wandb"):
             raise ValueError(f"Unknown logger {kind!r}; choose 'csv', 'tensorboard' or 'wandb'.")
         if self.logger is not None and config is not None:
-            self._guard(lambda: self.logger.log_hparams(dict(config)))
+            shown = _flat(config) if kind == "tensorboard" else dict(config)
+            self._guard(lambda: self.logger.log_hparams(shown))
 
     def _start(self, build: Callable[[], Any], kind: str, hint: str) -> Any:
         try:

@@ -10,6 +10,7 @@ import shlex
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -18,11 +19,13 @@ from typing import IO, Any
 import numpy as np
 import torch
 from tensordict import TensorDictBase
-from torch import Tensor
-from torchrl.checkpoint import CheckpointError, GlobalRNGState
+from torch import Tensor, nn
+from torchrl.checkpoint import Checkpoint, CheckpointError, GlobalRNGState
 
-from edenrl.config import RunConfig, save_config
+from edenrl import distributed
+from edenrl.config import RunConfig, load_config, refuse_changes, save_config
 from edenrl.envs import action_saturation
+from edenrl.optim import GradientStep
 from edenrl.training.checkpoint import Checkpoints
 from edenrl.training.exporting import export_run, require_export
 from edenrl.training.loggers import RunLogger
@@ -35,21 +38,28 @@ except ImportError:  # Windows: two processes in one run directory go unnoticed
 
 __all__ = ["Run", "average", "rollout_metrics", "run_script", "setup"]
 
+# torchrun passes a signal on that a terminal has already sent to every process.
+_ONE_PRESS = 2.0
+
 
 def setup(cfg: RunConfig) -> torch.device:
-    """Seeds Python, NumPy and torch, sets the thread count, and returns the device that ``cfg.device`` means."""
+    """Seeds Python, NumPy and torch, sets the thread count, and returns the device that ``cfg.device`` means.
+
+    Under ``torchrun`` it joins the other processes first; each seeds with ``cfg.seed`` plus its rank and takes a GPU of
+    its own, see ``edenrl.distributed``.
+    """
     if cfg.num_threads is not None:
         torch.set_num_threads(cfg.num_threads)
-    random.seed(cfg.seed)
-    np.random.seed(cfg.seed % 2**32)
-    torch.manual_seed(cfg.seed)
-    name = cfg.device
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        return torch.empty(0, device=name).device
+        device = torch.empty(0, device=distributed.local_device(cfg.device)).device
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"device={cfg.device!r} cannot be used here ({error}). Set --device cpu.") from None
+    distributed.start(device, cfg.process_timeout)
+    seed = cfg.seed + distributed.rank()
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    return device
 
 
 @torch.no_grad()
@@ -96,16 +106,30 @@ def rollout_metrics(rollout: TensorDictBase, box: tuple[Tensor, Tensor] | None =
 
 def _lock(path: Path) -> IO[str]:
     """Holds a run directory for this process; the system lets go of it however the process ends."""
-    file = open(path, "w")
-    if fcntl is not None:
+    while True:
+        file = open(path, "w")
+        if fcntl is None:
+            return file
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Its owner may have removed the file between the two calls above: such a lock would keep nobody out.
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                return file
+        except FileNotFoundError:
+            pass
         except BlockingIOError:
             file.close()
             raise BlockingIOError(
                 f"Another process is training in {path.parent}. Wait for it or stop it, or choose another --run_dir."
             ) from None
-    return file
+        file.close()
+
+
+class _Silent:
+    """Logger and progress of a process that leaves both to the first one: takes any call, does nothing."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *args, **kwargs: None
 
 
 class Run:
@@ -117,13 +141,17 @@ class Run:
     saves and leaves with exit status 130; the second ends at once. A process killed at any instant can be resumed from
     the previous checkpoint.
 
+    Processes that train together (``torchrun``) start with the first one's parameters, stop at the same iteration when
+    any of them is asked to, and resume each in its own state; metrics are averaged over them, and only the first
+    evaluates, prints and writes.
+
     Args:
         cfg: the resolved configuration.
         algorithm: the algorithm's name, stamped on checkpoints.
         components: everything that must continue: networks, optimizers, the GradientStep, the collector. Random states
             and counters are added.
         iterations: iterations of the whole run.
-        frames_per_iteration: environment steps per iteration, all environments together.
+        frames_per_iteration: environment steps per iteration, all environments of this process together.
         evaluate: returns evaluation metrics; ``return_mean`` decides which checkpoint is the best.
 
     Examples:
@@ -140,22 +168,40 @@ class Run:
         frames_per_iteration: int,
         evaluate: Callable[[], dict[str, float]] | None = None,
     ) -> None:
+        workers = [getattr(component, "num_workers", None) for component in components.values()]
+        if cfg.collector != "single" and cfg.num_workers not in workers:
+            raise ValueError(
+                f"This script collects in one process, not with {cfg.collector!r}. Set --collector single."
+            )
         self.cfg, self.algorithm, self.iterations = cfg, algorithm, iterations
-        self.frames_per_iteration, self._evaluate = frames_per_iteration, evaluate
-        stamp = time.strftime("%Y%m%d-%H%M%S")
+        self.frames_per_iteration, self._evaluate = frames_per_iteration * distributed.world_size(), evaluate
+        self._leads = distributed.rank() == 0
+        stamp = distributed.from_first(time.strftime("%Y%m%d-%H%M%S"))
         env_name = "".join(c if c.isalnum() or c in "-_." else "_" for c in cfg.env.name)
-        self.dir = Path(cfg.run_dir or f"runs/{algorithm.lower()}-{env_name}-s{cfg.seed}-{stamp}")
+        self.dir = Path(cfg.resume or cfg.run_dir or f"runs/{algorithm.lower()}-{env_name}-s{cfg.seed}-{stamp}")
         self.iteration = 0
         self.elapsed = 0.0
         self.evaluation: dict[str, float] = {}
+        self._modules = [component for component in components.values() if isinstance(component, nn.Module)]
+        # What training keeps equal in all processes is saved once, everything else for each of them.
+        shared = (nn.Module, torch.optim.Optimizer, GradientStep)
+        own = {name: c for name, c in {**components, "rng": GlobalRNGState()}.items() if not isinstance(c, shared)}
+        self._own = {name: distributed.PerProcess(component) for name, component in own.items()}
         self.checkpoints = Checkpoints(
             self.dir / "checkpoints",
-            {**components, "run": self, "rng": GlobalRNGState()},
+            {**components, "run": self, **self._own},
             algorithm=algorithm,
             keep_last=cfg.checkpoint.keep_last,
         )
         self.interval = cfg.checkpoint.interval_iterations or max(iterations // 10, 1)
         self._stop: str | None = None
+        self._lock: IO[str] | None = None
+        self._handlers: dict[int, Any] = {}
+        self._stop_asked = -math.inf
+        self._ending = False
+        # Only the first process replaces them, on entering.
+        self.logger: Any = _Silent()
+        self.progress: Any = _Silent()
         self._row: dict[str, float] = {}
         self._exported: Mapping[str, Path] = {}
         if cfg.export:
@@ -172,18 +218,42 @@ class Run:
     def __enter__(self) -> Run:
         cfg = self.cfg
         self._began = time.monotonic()
-        if cfg.resume is None and (self.dir / "config.json").exists():
+        if cfg.resume is None and self._leads and (self.dir / "config.json").exists():
             raise FileExistsError(
                 f"{self.dir} already holds a run. Continue it with --resume {self.dir}, or choose another --run_dir."
             )
-        self.dir.mkdir(parents=True, exist_ok=True)
-        self._lock = _lock(self.dir / ".lock")
-        self.checkpoints.sweep()
-        resumed = cfg.resume is not None and self.checkpoints.latest() is not None
+        if self._leads:
+            self.dir.mkdir(parents=True, exist_ok=True)
+            self._lock = _lock(self.dir / ".lock")
+        try:
+            self._begin()
+            self._catch_signals()
+        except BaseException as error:
+            self._report(error)
+            self._unlock()
+            raise
+        return self
+
+    def _begin(self) -> None:
+        """What entering does while it holds the directory."""
+        cfg, config = self.cfg, self.dir / "config.json"
+        if cfg.resume is not None and config.exists():
+            refuse_changes(load_config(type(cfg), config), cfg, str(config))
+        if self._leads:
+            self.checkpoints.sweep()
+        resumed = distributed.from_first(cfg.resume is not None and self.checkpoints.latest() is not None)
         if resumed:
+            self._refuse_other_processes()
             self.checkpoints.load()
             self._began = time.monotonic()
-        save_config(cfg.model_copy(update={"resume": None, "run_dir": str(self.dir)}), self.dir / "config.json")
+        distributed.broadcast_modules(self._modules)
+        if not self._leads:
+            return
+        # Where the run lies is not part of it: the file must fit a moved run, and a new run that starts from it.
+        once: dict[str, Any] = {"resume": None, "run_dir": None, "resume_schedule": "restore"}
+        save_config(cfg.model_copy(update=once), config)
+        for report in self.dir.glob("error*.txt"):
+            report.unlink()
         self.logger = RunLogger(
             self.dir,
             kind=cfg.logger.kind,
@@ -204,12 +274,22 @@ class Run:
             self.progress.say(f"Resumed {self.dir} at iteration {self.iteration} of {self.iterations}.")
         elif cfg.resume is not None:
             self.progress.say(f"{self.dir} has no checkpoint yet: starting from the beginning with its config.json.")
-        self._handlers: dict[int, Any] = {}
+
+    def _catch_signals(self) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             # Only the main thread may install handlers; elsewhere Ctrl-C keeps its default meaning.
             with contextlib.suppress(ValueError):
                 self._handlers[number] = signal.signal(number, self._request_stop)
-        return self
+
+    def _refuse_other_processes(self) -> None:
+        path = self.checkpoints.latest()
+        saved = 1 if path is None else Checkpoint.manifest(path)["metadata"].get("processes", 1)
+        if saved != (present := distributed.world_size()):
+            how = f"torchrun --nproc_per_node {saved}" if saved > 1 else "python, without torchrun"
+            raise ValueError(
+                f"{path} was saved by {saved} process(es), this run has {present}: environments and random states "
+                f"belong to their process. Resume it with {how}."
+            )
 
     @property
     def remaining(self) -> int:
@@ -218,12 +298,14 @@ class Run:
 
     def _request_stop(self, number: int, frame: FrameType | None) -> None:
         if self._stop is not None:
+            if distributed.world_size() > 1 and time.monotonic() - self._stop_asked < _ONE_PRESS:
+                return
             raise KeyboardInterrupt
-        self._stop = signal.Signals(number).name
+        self._stop, self._stop_asked = signal.Signals(number).name, time.monotonic()
         self.progress.say("Stopping after this iteration; once more to stop at once.")
 
     def __iter__(self) -> Iterator[int]:
-        while self.iteration < self.iterations and self._stop is None:
+        while self.iteration < self.iterations and not self._ending:
             self._row = {}
             yield self.iteration
             self._finish_iteration()
@@ -243,40 +325,75 @@ class Run:
         self.iteration += 1
         last = self.iteration == self.iterations
         due = last or self.iteration % self.interval == 0
-        if due and self._evaluate is not None:
+        if due and self._evaluate is not None and self._leads:
             self.evaluation = self._evaluate()
             self._row.update({f"eval/{name}": value for name, value in self.evaluation.items()})
+        # One exchange for the metrics and for the decision to stop, which all processes must take together.
+        everyone = distributed.exchange((self._row, self._stop))
+        self._ending = any(stop is not None for _, stop in everyone)
+        self._row = distributed.average_rows([row for row, _ in everyone])
         frames = self.iteration * self.frames_per_iteration
         # The row is written before the checkpoint: a crash between the two is mended by dropping rows on resume.
         seconds = self.elapsed + time.monotonic() - self._began
         self.logger.write(self.iteration - 1, {"frames": frames, "seconds": round(seconds, 2), **self._row})
-        if due or self._stop is not None:
+        if due or self._ending:
             self._save(evaluated=due)
         self.progress.update(frames, self._row)
 
     def _save(self, evaluated: bool) -> None:
+        for component in self._own.values():
+            component.collect()
+        if not self._leads:
+            return
         score = self.evaluation.get("return_mean", math.nan) if evaluated else math.nan
         metric = {} if math.isnan(score) else {"return_mean": score}
-        self.checkpoints.save(self.iteration, frames=self.iteration * self.frames_per_iteration, **metric)
+        frames = self.iteration * self.frames_per_iteration
+        self.checkpoints.save(self.iteration, frames=frames, processes=distributed.world_size(), **metric)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        together = distributed.world_size() > 1
         for number, handler in self._handlers.items():
-            signal.signal(number, handler)
+            # The end has been asked for; what torchrun passes on late must not disturb it.
+            signal.signal(number, signal.SIG_IGN if together and self._ending else handler)
         complete = error is None and self.iteration >= self.iterations
         self.progress.close("complete" if complete else "interrupted" if error is None else "failed")
         self.logger.close()
         try:
-            if complete and self.cfg.export:
+            if complete and self.cfg.export and self._leads:
                 self._exported = export_run(self.cfg, self.checkpoints.components["policy"], self.dir)
+        except Exception as failure:
+            error = failure
+            raise
         finally:
+            if error is not None:
+                self._report(error)
+            self._unlock()
+        if error is None and self._leads and not self.cfg.quiet:
+            print(self.summary(), flush=True)
+        if error is None:
+            # torchrun ends the others as soon as one has left with an error status: let the first one finish.
+            distributed.exchange(None)
+        if error is None and self._ending and not complete:
+            raise SystemExit(130)
+
+    def _report(self, error: BaseException) -> None:
+        """Leaves the traceback in the run directory, and on the error what ``run_script`` says about it."""
+        if not isinstance(error, Exception):
+            return
+        path = self.dir / ("error.txt" if self._leads else f"error-{distributed.rank()}.txt")
+        lines = traceback.format_exception(type(error), error, error.__traceback__)
+        with contextlib.suppress(OSError):  # a full disk must not hide the error
+            path.write_text(f"Iteration {self.iteration} of {self.iterations}\n{''.join(lines)}", encoding="utf-8")
+            vars(error)["edenrl_report"] = f"iteration {self.iteration}; the full traceback is in {path}"
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            # Removed while it is held: afterwards it could be another process's.
             (self.dir / ".lock").unlink(missing_ok=True)
             self._lock.close()
-        if error is None and not self.cfg.quiet:
-            print(self.summary(), flush=True)
-        if error is None and self._stop is not None and not complete:
-            raise SystemExit(130)
+            self._lock = None
 
     def summary(self) -> str:
         """The table a run ends with."""
@@ -309,10 +426,11 @@ class Run:
 def run_script(main: Callable[[], Any]) -> None:
     """Runs a script's ``main``; foreseen errors end in one readable message and exit status 1.
 
-    Set ``EDENRL_TRACEBACK=1`` for the full traceback.
+    Set ``EDENRL_TRACEBACK=1`` for the full traceback; an error within a run also leaves it in ``RUN/error.txt``.
     """
     try:
-        main()
+        with distributed.failing_together():
+            main()
     except (ValueError, KeyError, FloatingPointError, ImportError, OSError, RuntimeError) as error:
         if os.environ.get("EDENRL_TRACEBACK") == "1":
             raise
@@ -320,7 +438,9 @@ def run_script(main: Callable[[], Any]) -> None:
         if not foreseen:
             raise
         text = error.args[0] if isinstance(error, KeyError) and error.args else error
-        print(f"error: {text}\n(EDENRL_TRACEBACK=1 shows where it came from)", file=sys.stderr)
+        who = f"process {distributed.rank()}: " if distributed.world_size() > 1 else ""
+        where = vars(error).get("edenrl_report", "EDENRL_TRACEBACK=1 shows where it came from")
+        print(f"{who}error: {text}\n({where})", file=sys.stderr)
         raise SystemExit(1) from None
     except KeyboardInterrupt:
         print("Stopped at once; resume from the last checkpoint with --resume RUN_DIR.", file=sys.stderr)

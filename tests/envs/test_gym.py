@@ -267,7 +267,7 @@ def test_refusals() -> None:
         GymVectorEnv(SyncVectorEnv([Opaque]))
     with pytest.raises(TypeError, match="make_gym_env"):
         GymVectorEnv(gymnasium.make("CartPole-v1"))  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="observation space is Tuple"):
+    with pytest.raises(ValueError, match="observation space is Tuple"):
         make_gym_env("Blackjack-v1", 1)
     with pytest.raises(ValueError, match="at least 1"):
         make_gym_env("CartPole-v1", 0)

@@ -70,6 +70,14 @@ def test_clip_keeps_the_raw_sample_and_its_log_prob(sign: int) -> None:
     assert action_saturation(data["action"], box).item() == 1.0
 
 
+def test_a_squashed_action_that_ran_away_is_saturated() -> None:
+    box = (torch.tensor([-1.0, -2.0]), torch.tensor([1.0, float("inf")]))
+    mean = torch.tensor([[9.0, 0.0], [-9.0, -9.0], [0.5, 9.0], [3.0, 0.0]])
+    action = torch.tanh(mean) * (1 - 1e-6)  # the factor that keeps log-probabilities finite
+    action[1, 1] = -2.0  # at the only bound of an open side
+    assert action_saturation(action, box).item() == pytest.approx(3 / 8)
+
+
 def test_clip_leaves_the_inside_alone_and_clips_by_component() -> None:
     env = TransformedEnv(Echo(1), ClipAction())
     out = env.step(env.reset().set("action", torch.tensor([[-3.0, 0.25]])))

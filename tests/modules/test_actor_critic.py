@@ -88,6 +88,35 @@ def test_std_is_bounded_and_its_gradient_lives_at_the_bound():
         assert (moved > 0).all() if raw < 0 else (moved < 0).all()
 
 
+@pytest.mark.parametrize("raw", [-1e6, -5000.0, -4096.0, 0.0, 4096.0, 1e6])
+def test_std_keeps_a_finite_gradient_however_far_it_is(raw):
+    std = StateIndependentStd(1)
+    with torch.no_grad():
+        std.raw_log_std.fill_(raw)
+    std().log().sum().backward()
+    assert std.raw_log_std.grad.isfinite().all() and std.raw_log_std.grad.item() >= 0
+
+
+def test_std_has_the_values_and_the_slope_of_its_formula():
+    """Written out in float64 with 0.5 (x + sqrt(x^2 + 1)), whose slope at zero is a half."""
+    raw = torch.linspace(-9.0, 9.0, 37, dtype=torch.float64)
+    raw[5], raw[9] = math.log(20.0), math.log(1e-3)  # where the argument of the outer form is zero
+    x, low, high = raw.clone().requires_grad_(), math.log(1e-3), math.log(20.0)
+
+    def plus(y):
+        return 0.5 * (y + (y * y + 1).sqrt())
+
+    expected = low + plus(high - plus(high - x) - low)
+    expected.sum().backward()
+    std = StateIndependentStd(len(raw)).double()
+    with torch.no_grad():
+        std.raw_log_std.copy_(raw)
+    log_std = std().log()
+    log_std.sum().backward()
+    torch.testing.assert_close(log_std, expected, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(std.raw_log_std.grad, x.grad, rtol=1e-7, atol=1e-12)
+
+
 def test_std_recovers_from_the_bound():
     std = StateIndependentStd(1)
     with torch.no_grad():
@@ -160,7 +189,7 @@ def test_normalization_is_updated_inside_actor_and_critic():
         update_normalization(module, data)
         norms = [m for m in module.modules() if type(m).__name__ == "RunningNorm"]
         assert [int(m.count) for m in norms] == [42]
-        torch.testing.assert_close(norms[0].mean[:2], data["a"].reshape(-1, 2).mean(0), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(norms[0].mean[:2].float(), data["a"].reshape(-1, 2).mean(0), rtol=1e-4, atol=1e-4)
     update_normalization(value_critic(groups, normalize=False), data)  # nothing to update is fine
 
 

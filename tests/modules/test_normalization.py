@@ -89,3 +89,44 @@ def test_state_travels_with_state_dict_and_double():
     x = torch.randn(3, 2)
     assert torch.equal(fresh(x), norm(x))
     assert norm.double()(x.double()).dtype == torch.float64
+
+
+def test_statistics_still_move_after_a_hundred_million_samples():
+    norm = RunningNorm(1)
+    norm.update(torch.tensor([[0.0], [2.0]]))  # mean 1, variance 1
+    norm.count.fill_(100_000_000)
+    for _ in range(1000):
+        norm.update(torch.full((1000, 1), 2.0))
+    # One per cent of twos joins: the mean is (1e8 * 1 + 1e6 * 2) / 1.01e8.
+    mean = (1e8 + 2e6) / 1.01e8
+    assert norm.mean.item() == pytest.approx(mean, abs=1e-9)
+    # E[x^2] = (1e8 * 2 + 1e6 * 4) / 1.01e8
+    assert norm.var.item() == pytest.approx((2e8 + 4e6) / 1.01e8 - mean**2, abs=1e-9)
+
+
+def test_a_cast_changes_the_output_and_not_the_statistics():
+    norm = RunningNorm(2, clip=5.0)
+    norm.update(torch.tensor([[0.1, 1e6], [0.3, 1e6 + 0.1]], dtype=torch.float64))
+    exact = norm.mean.clone()
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        norm.to(dtype)
+        assert torch.equal(norm.mean, exact) and norm.var.dtype == torch.float64
+        assert norm(torch.zeros(3, 2, dtype=dtype)).dtype == dtype
+    assert RunningNorm(2)(torch.zeros(1, 2, dtype=torch.bfloat16)).dtype == torch.float32  # as under autocast
+    assert RunningNorm(2)(torch.zeros(1, 2, dtype=torch.int64)).dtype == torch.float32
+
+
+def test_a_checkpoint_with_float32_statistics_loads():
+    norm = RunningNorm(2)
+    state = {"mean": torch.tensor([1.5, 2.5]), "var": torch.tensor([4.0, 9.0]), "count": torch.tensor(7)}
+    norm.load_state_dict(state)
+    assert norm.mean.dtype == torch.float64 and norm.mean.tolist() == [1.5, 2.5] and int(norm.count) == 7
+    assert norm(torch.tensor([3.5, 2.5])).tolist() == [pytest.approx(2 / 2.01), 0.0]
+
+
+def test_the_exported_program_takes_and_gives_float32():
+    norm = RunningNorm(3)
+    norm.update(torch.randn(50, 3) * 4 + 7)
+    x = torch.randn(5, 3)
+    program = torch.export.export(norm.eval(), (x,)).module()
+    assert program(x).dtype == torch.float32 and torch.equal(program(x), norm(x))

@@ -307,6 +307,32 @@ def test_frozen_layers_of_the_critic_stay_frozen():
     assert [p.requires_grad for p in net.parameters()] == [True, True, False, False]
 
 
+def test_what_went_wrong_first_is_named():
+    """The reward of env 0 goes bad at step 3, but an observation of env 1 was bad at step 2."""
+    rollout = make_rollout(*np.zeros((3, 2, 5)), *np.zeros((2, 2, 5), dtype=bool))
+    rollout["next", "reward"][0, 3] = float("nan")
+    rollout["next", "observation"][1, 2] = float("nan")
+    rollout["observation"][1, 3] = float("nan")
+    gae = GAE(gamma=0.9, lmbda=0.9, value_network=identity_critic())
+    with pytest.raises(ValueError, match=r"\('next', 'observation'\) holds nan at env 1, step 2"):
+        gae(rollout)
+    rollout["next", "reward"][0, 2] = float("nan")  # within a step the observation comes first
+    with pytest.raises(ValueError, match=r"\('next', 'observation'\) holds nan at env 1, step 2"):
+        gae(rollout)
+    rollout["next", "reward"][0, 1] = float("nan")
+    with pytest.raises(ValueError, match=r"\('next', 'reward'\) holds nan at env 0, step 1"):
+        gae(rollout)
+
+
+@pytest.mark.parametrize("name", ["reward", "done", "terminated"])
+def test_columns_without_their_last_dimension_are_refused(name):
+    rollout = make_rollout(*np.zeros((3, 2, 5)), *np.zeros((2, 2, 5), dtype=bool))
+    rollout["next", name] = rollout["next", name].squeeze(-1)
+    message = rf"'{name}'\) has the shape \(2, 5\) of the batch; GAE needs a last dimension of 1, \(2, 5, 1\)"
+    with pytest.raises(ValueError, match=message):
+        GAE(gamma=0.9, lmbda=0.9, value_network=identity_critic())(rollout)
+
+
 def test_a_critic_that_returns_nan_is_refused():
     td, critic = random_rollout()
     with torch.no_grad():

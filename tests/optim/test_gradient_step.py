@@ -168,6 +168,38 @@ def test_restart_keeps_momentum_and_runs_over_what_is_left():
     assert [step(loss())["lr"].item() for _ in range(2)] == pytest.approx([0.1, 0.0])
 
 
+@pytest.mark.parametrize("before", ["linear", "adaptive"])
+def test_restart_keeps_the_ratio_of_the_groups(before):
+    loss = TwoGroups()
+    groups = [{"params": [loss.a], "lr": 0.1}, {"params": [loss.b], "lr": 0.02}]
+    optimizer = torch.optim.SGD(groups)
+    options = {"target_kl": 0.01} if before == "adaptive" else {}
+    step = GradientStep(loss, optimizer, lr_schedule=make_lr_schedule(before, optimizer, 2, **options))
+    if before == "linear":
+        for _ in range(2):  # to its end, where every rate is zero
+            step(loss())
+    step.restart_schedule("linear", lr=0.4, remaining_updates=2)
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.4, 0.08])
+    step(loss())
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.2, 0.04])
+
+
+def test_a_restarted_schedule_that_is_saved_and_restored_ends_where_it_would_have():
+    def build():
+        loss = TwoGroups()
+        optimizer = torch.optim.SGD(loss.parameters(), lr=1.0)
+        return loss, optimizer, GradientStep(loss, optimizer, lr_schedule=make_lr_schedule("linear", optimizer, 10))
+
+    loss, optimizer, step = build()
+    step.restart_schedule("linear", lr=0.4, remaining_updates=4)
+    step(loss())
+    other_loss, other_optimizer, other = build()
+    other_optimizer.load_state_dict(optimizer.state_dict())
+    other.load_state_dict(step.state_dict())
+    assert other_optimizer.param_groups[0]["lr"] == pytest.approx(0.3)
+    assert [other(other_loss())["lr"].item() for _ in range(3)] == pytest.approx([0.2, 0.1, 0.0])
+
+
 def test_a_saved_schedule_of_another_kind_is_not_forced_into_this_one():
     loss = TwoGroups()
     optimizer = torch.optim.SGD(loss.parameters(), lr=0.1)

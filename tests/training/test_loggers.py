@@ -30,6 +30,16 @@ def test_resume_drops_later_rows_and_a_torn_line(tmp_path):
     assert [(r["iteration"], r["loss"]) for r in read_metrics(path)] == [(0, 0), (1, 0.1), (2, 0.2), (3, 0.3), (4, 9.0)]
 
 
+def test_columns_that_are_empty_in_every_kept_row_stay(tmp_path):
+    path = tmp_path / "metrics.csv"
+    table = MetricsTable(path)
+    for i in range(4):
+        table.write({"iteration": i, "return": math.nan if i < 3 else 1.0, "loss": 0.5})
+    table.close()
+    MetricsTable(path, first=2).close()
+    assert path.read_text().splitlines() == ["iteration,return,loss", "0,,0.5", "1,,0.5"]
+
+
 def test_floats_survive_the_file_exactly(tmp_path):
     values = [1 / 3, 1e300, -2.5e-308, 123456789.123456789]
     table = MetricsTable(tmp_path / "m.csv")
@@ -78,6 +88,24 @@ def test_tensorboard_gets_every_scalar(tmp_path):
 
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert events.Tags()["scalars"] == ["loss"] and events.Scalars("loss")[0].value == 0.5
+
+
+def test_tensorboard_shows_nested_settings_by_dotted_name(tmp_path, caplog):
+    config = {"seed": 1, "run_dir": None, "env": {"name": "A", "kwargs": {"x": 2.5}}, "algorithm": {"hidden": [64, 32]}}
+    logger = RunLogger(tmp_path, kind="tensorboard", config=config)
+    logger.write(0, {"loss": 0.5})
+    logger.close()
+    assert logger.errors == 0 and not caplog.records
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    shown = {}
+    for folder in {path.parent for path in (tmp_path / "tensorboard").rglob("events*")}:
+        found = EventAccumulator(str(folder)).Reload().summary_metadata
+        if "_hparams_/session_start_info" in found:
+            data = HParamsPluginData.FromString(found["_hparams_/session_start_info"].plugin_data.content)
+            shown = {k: getattr(v, v.WhichOneof("kind")) for k, v in data.session_start_info.hparams.items()}
+    assert shown == {"seed": 1, "run_dir": "None", "env.name": "A", "env.kwargs.x": 2.5, "algorithm.hidden": "[64, 32]"}
 
 
 @pytest.mark.parametrize("mode", ["online", "offline", "disabled"])

@@ -7,7 +7,7 @@ import torch
 from tensordict import TensorDict
 
 from edenrl.config import RunConfig
-from edenrl.training import Run, average, read_metrics, rollout_metrics, setup
+from edenrl.training import Run, average, read_metrics, rollout_metrics, run_script, setup
 
 
 def test_average_leaves_out_what_a_dropped_update_left():
@@ -98,3 +98,80 @@ def test_two_processes_cannot_train_in_one_directory(tmp_path):
             pass
     with build():  # free again
         pass
+
+
+def frame(folder, resume=None, **options):
+    cfg = RunConfig(run_dir=None if resume else str(folder), resume=resume, quiet=True)
+    return Run(cfg, "Nothing", dict(policy=torch.nn.Linear(1, 1)), iterations=3, frames_per_iteration=1, **options)
+
+
+def test_a_run_that_fails_to_begin_leaves_its_directory_free(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr("edenrl.training.run.RunLogger", lambda *args, **kwargs: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            frame(tmp_path).__enter__()
+    assert not (tmp_path / ".lock").exists() and "1 / 0" in (tmp_path / "error.txt").read_text()
+    with frame(tmp_path, resume=str(tmp_path)):  # the same process may try again
+        assert not (tmp_path / "error.txt").exists()
+
+
+def test_a_lock_on_a_file_that_its_owner_removed_counts_for_nothing(tmp_path, monkeypatch):
+    """Between a newcomer's open and its lock, the owner ends and a third process begins."""
+    from edenrl.training import run as module
+
+    path, held, flock = tmp_path / ".lock", [], module.fcntl.flock
+
+    def late(file, flags):
+        if not held:
+            path.unlink()
+            held.append(open(path, "w"))
+            flock(held[0], flags)
+        flock(file, flags)
+
+    monkeypatch.setattr(module.fcntl, "flock", late)
+    with pytest.raises(BlockingIOError, match="Another process"):
+        module._lock(path)
+    held[0].close()
+
+
+def test_a_foreseen_error_is_one_message_and_its_traceback_a_file(tmp_path, capsys):
+    def main():
+        with frame(tmp_path) as run:
+            for iteration in run:
+                if iteration == 2:
+                    raise ValueError("the cause")
+
+    with pytest.raises(SystemExit) as stopped:
+        run_script(main)
+    message = capsys.readouterr().err
+    assert stopped.value.code == 1
+    assert message == f"error: the cause\n(iteration 2; the full traceback is in {tmp_path / 'error.txt'})\n"
+    report = (tmp_path / "error.txt").read_text()
+    assert report.startswith("Iteration 2 of 3\nTraceback") and 'raise ValueError("the cause")' in report
+
+
+def test_an_unforeseen_error_keeps_its_traceback(tmp_path):
+    def main():
+        with frame(tmp_path) as run:
+            for _ in run:
+                raise RuntimeError("a bug")
+
+    with pytest.raises(RuntimeError, match="a bug"):
+        run_script(main)
+    assert "RuntimeError: a bug" in (tmp_path / "error.txt").read_text()
+
+
+def test_what_a_run_cannot_change_is_refused_without_a_command_line_too(tmp_path):
+    with frame(tmp_path):
+        pass
+    config = (tmp_path / "config.json").read_text()
+    cfg = RunConfig(resume=str(tmp_path), seed=5, quiet=True)
+    with pytest.raises(ValueError, match=r"cannot change seed \(was 1, now 5\)"):
+        Run(cfg, "Nothing", {}, iterations=3, frames_per_iteration=1).__enter__()
+    assert (tmp_path / "config.json").read_text() == config
+
+
+def test_a_script_without_workers_refuses_the_flag_that_asks_for_them(tmp_path):
+    cfg = RunConfig(run_dir=str(tmp_path / "run"), collector="multi_sync")
+    with pytest.raises(ValueError, match="Set --collector single"):
+        Run(cfg, "Nothing", dict(policy=torch.nn.Linear(1, 1)), iterations=1, frames_per_iteration=1)

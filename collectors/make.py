@@ -1,0 +1,186 @@
+"""One collector or several workers, chosen by name."""
+
+from __future__ import annotations
+
+import atexit
+import importlib.util
+import io
+import logging
+import os
+import random
+import signal
+import sys
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+from torchrl.checkpoint import GlobalRNGState
+from torchrl.collectors import BaseCollector, MultiSyncCollector
+from torchrl.envs import EnvBase
+
+from edenrl.collectors.rollout import Collector
+from edenrl.modules import several_processes
+
+__all__ = ["make_collector"]
+
+Maker = Callable[[], EnvBase]
+
+
+def make_collector(
+    env: EnvBase,
+    policy: Any,
+    *,
+    frames_per_batch: int,
+    kind: Literal["single", "multi_sync", "ray"] = "single",
+    worker_env: Callable[[int], EnvBase] | None = None,
+    num_workers: int = 1,
+    seed: int = 0,
+) -> BaseCollector:
+    """Builds an on-policy collector that yields ``[N, T]`` for ever.
+
+    The N rows are in a fixed order, the workers' rows one after another. Workers act with the learner's parameters and
+    statistics as they are when a batch is asked for, draw from random states of their own, leave Ctrl-C to the learner
+    and end with it. ``state_dict`` continues them bit for bit where ``edenrl.collectors.Collector`` does.
+
+    Args:
+        env: the environment that "single" steps; otherwise unused.
+        policy: acts; workers get copies on the CPU.
+        frames_per_batch: N * T.
+        kind: "single" (``Collector``), "multi_sync" (TorchRL's ``MultiSyncCollector``: processes of this machine) or
+            "ray" (TorchRL's ``RayCollector``: actors of the cluster at ``RAY_ADDRESS``, or of one started for the run).
+        worker_env: builds the environment of worker i, with N / num_workers rows and the seed of that worker. It must
+            be picklable, and for Ray not come from the script itself.
+        num_workers: number of workers; it divides N.
+        seed: worker i samples actions with ``seed + i``.
+
+    Raises:
+        ValueError: for an unknown kind, workers without ``worker_env``, workers under ``torchrun``, frames that do not
+            split, or more Ray workers than the cluster has CPUs.
+        ImportError: for "ray" when it is not installed.
+
+    Examples:
+        >>> from edenrl.envs import make_env
+        >>> collector = make_collector(make_env("PointMass", 4, seed=0), None, frames_per_batch=32)
+        >>> next(iter(collector)).batch_size
+        torch.Size([4, 8])
+    """
+    if kind == "single":
+        return Collector(env, policy, frames_per_batch=frames_per_batch, total_frames=-1)
+    if kind not in ("multi_sync", "ray"):
+        raise ValueError(f"Unknown collector {kind!r}; choose 'single', 'multi_sync' or 'ray'.")
+    if worker_env is None:
+        raise ValueError(f"collector {kind!r} needs worker_env, which builds the environment of one worker.")
+    if several_processes():
+        raise ValueError(
+            f"--collector {kind} cannot be combined with torchrun, whose processes collect by themselves. Use "
+            "--collector single, or start one process without torchrun."
+        )
+    if frames_per_batch % num_workers:
+        raise ValueError(f"frames_per_batch={frames_per_batch} does not split over num_workers={num_workers}.")
+    workers = range(num_workers)
+    makers: list[Maker] = [partial(_seeded, worker_env, seed + worker, worker) for worker in workers]
+    build = _multi_sync if kind == "multi_sync" else _ray
+    collector = build(makers, policy, frames_per_batch)
+    # Also when the script ends by an error: Python would wait for workers that wait for it. A second time does nothing.
+    atexit.register(collector.shutdown)
+    return collector
+
+
+def _seeded(worker_env: Callable[[int], EnvBase], seed: int, worker: int) -> EnvBase:
+    """Runs in the worker, before anything there has drawn a random number."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    return worker_env(worker)
+
+
+def _ignore_signals() -> None:
+    # A terminal or a job manager signals every process; only the learner answers, by ending the iteration.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
+
+class _Worker(Collector):
+    """A ``Collector`` in a process of its own: its random states are part of its state."""
+
+    def state_dict(self) -> OrderedDict[str, Any]:
+        # One tensor of bytes: what carries states between processes would drop or convert some of the entries.
+        file = io.BytesIO()
+        torch.save({"collector": dict(super().state_dict()), "rng": GlobalRNGState().state_dict()}, file)
+        return OrderedDict(worker=torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8))
+
+    def load_state_dict(self, state_dict: OrderedDict[str, Any], **kwargs: Any) -> None:
+        state = torch.load(io.BytesIO(state_dict["worker"].cpu().numpy().tobytes()), weights_only=True)
+        super().load_state_dict(OrderedDict(state["collector"]))
+        GlobalRNGState().load_state_dict(state["rng"])
+
+
+_CPU: dict[str, Any] = {name: "cpu" for name in ("policy_device", "env_device", "storing_device")}
+
+
+def _multi_sync(makers: list[Maker], policy: Any, frames: int) -> BaseCollector:
+    return MultiSyncCollector(
+        makers,
+        policy,
+        frames_per_batch=frames,
+        total_frames=-1,
+        collector_class=_Worker,
+        update_at_each_batch=True,
+        cat_results=0,
+        use_buffers=True,
+        num_threads=torch.get_num_threads(),
+        init_fn=_ignore_signals,
+        auto_register_policy_transforms=False,
+        **_CPU,
+    )
+
+
+def _join(batches: TensorDictBase) -> TensorDictBase:
+    return batches.flatten(0, 1)
+
+
+def _ray(makers: list[Maker], policy: Any, frames: int) -> BaseCollector:
+    if importlib.util.find_spec("ray") is None:
+        raise ImportError('--collector ray needs the ray package, which is not installed: pip install "edenrl[ray]"')
+    import ray
+    from torchrl.collectors.distributed import RayCollector
+
+    options = dict(
+        address=os.environ.get("RAY_ADDRESS"),
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+    )
+    started = not ray.is_initialized()
+    if started:
+        ray.init(**options)
+    cpus = int(ray.cluster_resources().get("CPU", 0))
+    if cpus < len(makers):
+        if started:
+            ray.shutdown()
+        raise ValueError(
+            f"--num_workers {len(makers)} Ray actors need as many CPUs, the cluster has {cpus}. Set --num_workers "
+            f"{cpus} or fewer, or RAY_ADDRESS to a larger cluster."
+        )
+    collector = RayCollector(
+        makers,
+        policy,
+        frames_per_batch=frames,
+        total_frames=sys.maxsize,
+        sync=True,
+        update_after_each_batch=True,
+        collector_class=_Worker,
+        collector_kwargs={"auto_register_policy_transforms": False},
+        remote_configs={"num_cpus": 1, "num_gpus": 0},
+        ray_init_config=options,
+        postproc=_join,
+        **_CPU,
+    )
+    collector.update_policy_weights_()
+    if started:
+        collector.shutdown = partial(collector.shutdown, shutdown_ray=True)
+    return collector
