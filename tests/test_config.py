@@ -86,6 +86,7 @@ def test_run_defaults() -> None:
         "run_dir": None,
         "resume": None,
         "resume_schedule": "restore",
+        "export": False,
         "quiet": False,
         "num_threads": None,
         "collector": "single",

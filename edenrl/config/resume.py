@@ -12,6 +12,7 @@ _FREE = (
     "total_frames",
     "resume",
     "run_dir",
+    "export",
     "quiet",
     "num_threads",
     "process_timeout",

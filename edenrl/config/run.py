@@ -106,6 +106,8 @@ class RunConfig(Config):
     """Run directory to continue: its config.json is the base, and it becomes run_dir."""
     resume_schedule: Literal["restore", "restart"] = "restore"
     """On resume, restore the learning-rate schedule or restart it over the remaining updates."""
+    export: bool = False
+    """At the end, export the best checkpoint's policy into the run directory's policy/ as ONNX and TorchScript."""
     quiet: bool = False
     """No progress output."""
     num_threads: Count | None = None

@@ -149,6 +149,18 @@ class GymVectorEnv(GymWrapper):
                 "flag per environment. Put time limits around each sub-environment, not around the vector."
             )
 
+    def policy_contract(self) -> dict[str, Any]:
+        """What Gymnasium tells about a deployment, for ``edenrl.export``: the rate, and MuJoCo's joints and actuators.
+
+        Empty for sub-processes, whose environments cannot be looked into.
+        """
+        env = self._env.envs[0].unwrapped if isinstance(self._env, SyncVectorEnv) else None
+        if hasattr(env, "model") and hasattr(env, "frame_skip") and hasattr(env, "init_qpos"):
+            return _mujoco_contract(env)
+        # Classic control calls it dt, cart-pole tau.
+        dt = getattr(env, "dt", None) or getattr(env, "tau", None)
+        return {"rate": {"control_dt": dt}} if isinstance(dt, float) else {}
+
     def get_extra_state(self) -> dict[str, Any]:
         """Return the runtime state as plain containers and tensors, for ``state_dict()``.
 
@@ -284,6 +296,33 @@ def _without_mass_warning() -> Iterator[None]:
         yield
     finally:
         mujoco.set_mju_user_warning(previous)
+
+
+def _mujoco_contract(env: Any) -> dict[str, Any]:
+    import mujoco
+
+    model, one_dof = env.model, (int(mujoco.mjtJoint.mjJNT_HINGE), int(mujoco.mjtJoint.mjJNT_SLIDE))
+    joints = [joint for joint in range(model.njnt) if int(model.jnt_type[joint]) in one_dof]
+    on_joints = bool((model.actuator_trntype == int(mujoco.mjtTrn.mjTRN_JOINT)).all())
+    driven = [model.joint(joint).name for joint in model.actuator_trnid[:, 0]] if on_joints else None
+    entity = {
+        "name": model.names.split(b"\0")[0].decode() or type(env).__name__,
+        "joint_names": [model.joint(joint).name for joint in joints],
+        "default_positions": [float(env.init_qpos[model.jnt_qposadr[joint]]) for joint in joints],
+    }
+    return {
+        "actions": {
+            "clip": bool(model.actuator_ctrllimited.all()),
+            "names": driven,
+            "meaning": "controls of MuJoCo's actuators, in the model's order",
+        },
+        "rate": {
+            "control_dt": float(model.opt.timestep * env.frame_skip),
+            "decimation": int(env.frame_skip),
+            "sim_dt": float(model.opt.timestep),
+        },
+        "entities": [entity] if joints else [],
+    }
 
 
 def _check_space(role: str, space: spaces.Space, *, allow_dict: bool) -> None:

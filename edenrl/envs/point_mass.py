@@ -275,6 +275,27 @@ class PointMass(EnvBase):
         self._state = {name: value.detach().clone() for name, value in self._state.items()}
         return self._observe()
 
+    def policy_contract(self) -> dict[str, Any]:
+        """What a deployed policy must know, for ``edenrl.export``: terms, acceleration per action, rate."""
+        terms = {"position": "m", "velocity": "m/s", "goal position": "m", "last action, clamped": None}
+        return {
+            "observations": {
+                "observation": [
+                    *({"name": name, "width": 2, "unit": unit} for name, unit in terms.items()),
+                    {"name": "obstacle centres", "width": 4, "unit": "m"},
+                    {"name": "obstacle radii", "width": 2, "unit": "m"},
+                ]
+            },
+            "actions": {
+                "clip": True,
+                "scale": [_FORCE] * 2,
+                "names": ["x", "y"],
+                "unit": "m/s^2",
+                "meaning": f"acceleration of the point, before damping by {_DAMPING:g}/s times its velocity",
+            },
+            "rate": {"control_dt": _DT, "decimation": 1, "sim_dt": _DT},
+        }
+
     def get_extra_state(self) -> dict[str, Any]:
         """Return everything needed to continue bit for bit: state tensors and the generator's state.
 

@@ -3,6 +3,7 @@
 from edenrl.training.checkpoint import Checkpoints, load_policy_weights
 from edenrl.training.environment import build_env, collector_options, evaluate_run
 from edenrl.training.evaluation import evaluate
+from edenrl.training.exporting import export_run
 from edenrl.training.loggers import MetricsTable, RunLogger, read_metrics
 from edenrl.training.progress import Progress, format_table
 from edenrl.training.run import Run, average, rollout_metrics, run_script, setup
@@ -18,6 +19,7 @@ __all__ = [
     "collector_options",
     "evaluate",
     "evaluate_run",
+    "export_run",
     "format_table",
     "load_policy_weights",
     "read_metrics",

@@ -27,6 +27,7 @@ from edenrl.config import RunConfig, load_config, refuse_changes, save_config
 from edenrl.envs import action_saturation
 from edenrl.optim import GradientStep
 from edenrl.training.checkpoint import Checkpoints
+from edenrl.training.exporting import export_run, require_export
 from edenrl.training.loggers import RunLogger
 from edenrl.training.progress import Progress, format_table
 
@@ -202,6 +203,9 @@ class Run:
         self.logger: Any = _Silent()
         self.progress: Any = _Silent()
         self._row: dict[str, float] = {}
+        self._exported: Mapping[str, Path] = {}
+        if cfg.export:
+            require_export(components)
 
     def state_dict(self) -> dict[str, Any]:
         """Counters (the checkpoint's "run" component)."""
@@ -356,9 +360,16 @@ class Run:
         complete = error is None and self.iteration >= self.iterations
         self.progress.close("complete" if complete else "interrupted" if error is None else "failed")
         self.logger.close()
-        if error is not None:
-            self._report(error)
-        self._unlock()
+        try:
+            if complete and self.cfg.export and self._leads:
+                self._exported = export_run(self.cfg, self.checkpoints.components["policy"], self.dir)
+        except Exception as failure:
+            error = failure
+            raise
+        finally:
+            if error is not None:
+                self._report(error)
+            self._unlock()
         if error is None and self._leads and not self.cfg.quiet:
             print(self.summary(), flush=True)
         if error is None:
@@ -404,6 +415,8 @@ class Run:
                 rows["success"] = f"{100 * result['success_rate']:.1f} %"
         best = self.checkpoints.best() or self.checkpoints.latest()
         rows["best checkpoint"] = best or "none yet"
+        if self._exported:
+            rows["exported policy"] = self._exported["spec"].parent
         rows["run directory"] = self.dir
         if self.iteration < self.iterations:
             rows["continue with"] = f"python {shlex.quote(sys.argv[0])} --resume {shlex.quote(str(self.dir))}"

@@ -1,0 +1,179 @@
+"""Writes a policy as files that run without torch, after checking that they compute the same."""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import hashlib
+import importlib.metadata
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch
+from tensordict.nn import TensorDictModuleBase
+from torch import Tensor
+from torchrl.envs import EnvBase
+
+from edenrl import __version__
+from edenrl.export.contract import actions_of, contract_of, observations_of
+from edenrl.export.folder import publish, staging
+from edenrl.export.formats import FORMATS, OPSET, check_formats, quiet
+from edenrl.export.graph import PolicyGraph
+from edenrl.export.spec import ModelFile, ModelSpec, PolicySpec, Provenance, TensorInfo
+from edenrl.export.verification import record
+from edenrl.export.verification import verify as verify_files
+from edenrl.modules import RunningNorm
+
+__all__ = ["export_policy"]
+
+_SPEC = "policy_spec.json"
+
+
+def export_policy(
+    policy: TensorDictModuleBase,
+    env: EnvBase,
+    out_dir: str | Path,
+    *,
+    formats: Sequence[str] = ("onnx", "jit"),
+    checkpoint: str | Path | None = None,
+    task: str | None = None,
+    verify: bool = True,
+) -> dict[str, Path]:
+    """Writes the deterministic policy and its contract into a folder.
+
+    The graphs take ``obs``, the policy's observation groups concatenated in order and un-normalized, ``[batch, width]``
+    float32, and give ``actions`` before the environment's clipping and scaling, for any batch size. A recurrent policy
+    also takes and returns its state (``h_in``, ``c_in``, ``h_out``, ``c_out``, ``(layers, batch, hidden)``); in
+    TorchScript it keeps it inside, with ``reset()``. ``policy_spec.json`` says the rest, see ``PolicySpec``.
+
+    Everything is prepared inside ``out_dir``, compared with the policy on four real control steps of the environment
+    and on random observations (absolute and relative tolerance 1e-4), and moved in at once: a failure or a kill at any
+    instant leaves an earlier export as it was. The policy itself is copied and not touched; the environment is stepped.
+
+    Args:
+        policy: a TensorDict policy, see ``PolicyGraph`` for what it may be made of. Recurrent modules of TorchRL need
+            neither primer nor ``InitTracker`` in the environment.
+        env: the environment it was trained in, with the transforms that change observations or actions.
+        out_dir: folder; created when missing. Needs symbolic links.
+        formats: any of "onnx" (``policy.onnx``), "jit" (TorchScript, ``policy.pt``) and "pt2" (torch.export,
+            ``policy.pt2``). A graph of another format that an earlier export left there is removed.
+        checkpoint: where the weights come from, for the record; nothing is loaded.
+        task: name of the environment, for the record.
+        verify: compare before writing. Without it nothing is compared and the spec says so.
+
+    Returns:
+        The files by format, and the spec under "spec".
+
+    Raises:
+        ImportError: if a package of a format is missing, before anything is built.
+        PermissionError: if ``out_dir`` cannot be written to.
+        TypeError: if the policy has a part that cannot be exported.
+        ValueError: for an unknown format, an environment that the policy cannot read, or one that randomizes what the
+            spec states (see ``nominal_env``).
+        VerificationError: naming format, step and largest deviation.
+
+    Examples:
+        >>> import tempfile
+        >>> from edenrl.envs import PointMass
+        >>> from edenrl.modules import gaussian_actor
+        >>> policy = gaussian_actor({"observation": 14}, 2)
+        >>> files = export_policy(policy, PointMass(2), tempfile.mkdtemp(), formats=["jit"])
+        >>> [path.name for path in files.values()]
+        ['policy.pt', 'policy_spec.json']
+    """
+    check_formats(formats)
+    out_dir = Path(out_dir)
+    contract = contract_of(env)
+    deployed = copy.deepcopy(policy).to("cpu").float().eval().requires_grad_(False)
+    graph = PolicyGraph(deployed, env.observation_spec, env.action_key).eval()
+    spec = PolicySpec(
+        model=ModelSpec(
+            files=[ModelFile(format=name, file=FORMATS[name].file, sha256="0" * 64, size=1) for name in formats],
+            inputs=_tensors(graph, "obs", graph.width, "_in"),
+            outputs=[],
+            normalization="in the graph" if any(isinstance(m, RunningNorm) for m in graph.modules()) else "none",
+        ),
+        observations=observations_of(graph, env, contract),
+        actions=actions_of(env, graph.action_key, contract.actions),
+        rate=contract.rate,
+        entities=contract.entities,
+        provenance=_provenance(formats, checkpoint, task),
+    )
+    names = [*(entry.file for entry in FORMATS.values()), _SPEC]
+    with staging(out_dir, names) as staged, torch.no_grad(), quiet():
+        recording = record(deployed, graph, env)
+        example = (torch.zeros(3, graph.width), *(state.zeros(3) for state in graph.states))
+        spec.model.outputs = _tensors(graph, "actions", recording.actions[0], "_out")
+        for entry in spec.model.files:
+            path = staged / entry.file
+            try:
+                FORMATS[entry.format].save(graph, example, path)
+            except Exception as error:  # whatever an exporter raises
+                raise TypeError(
+                    f"The policy cannot be written as {entry.format!r}: {error}\nGive the part that cannot be traced a "
+                    "method export_module(), see PolicyGraph."
+                ) from error
+            content = path.read_bytes()
+            entry.sha256, entry.size = hashlib.sha256(content).hexdigest(), len(content)
+            entry.opset = OPSET if entry.format == "onnx" else None
+        (staged / _SPEC).write_text(spec.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        if verify:
+            spec.model.verification = verify_files(deployed, graph, recording, staged, formats)
+            (staged / _SPEC).write_text(spec.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        publish(staged, names)
+    return {**{name: out_dir / FORMATS[name].file for name in formats}, "spec": out_dir / _SPEC}
+
+
+def _tensors(graph: PolicyGraph, first: str, example: int | Tensor, suffix: str) -> list[TensorInfo]:
+    if isinstance(example, int):
+        shape, dtype = [example], torch.float32
+    else:
+        shape, dtype = list(example.shape[1:]), example.dtype
+    kind: Literal["float32", "int64"] = "int64" if dtype == torch.int64 else "float32"
+    states = [
+        TensorInfo(
+            name=state.name + suffix,
+            dtype="float32",
+            shape=["batch" if axis == state.batch_axis else size for axis, size in enumerate(state.shape)],
+        )
+        for state in graph.states
+    ]
+    return [TensorInfo(name=first, dtype=kind, shape=["batch", *shape]), *states]
+
+
+def _provenance(formats: Sequence[str], checkpoint: str | Path | None, task: str | None) -> Provenance:
+    packages = ["torch", "torchrl", "tensordict", *(p for name in formats for p in FORMATS[name].packages)]
+    versions = {"edenrl": __version__, **{name: importlib.metadata.version(name) for name in packages}}
+    now = datetime.datetime.now(datetime.timezone.utc)
+    return Provenance(
+        versions=versions,
+        task=task,
+        checkpoint=None if checkpoint is None else Path(checkpoint).name,
+        checkpoint_sha256=None if checkpoint is None else _sha256(Path(checkpoint)),
+        git_revision=_git_revision(),
+        created=now.isoformat(timespec="seconds"),
+    )
+
+
+def _sha256(path: Path) -> str:
+    """Of a file, or of a folder's files and their names."""
+    digest = hashlib.sha256()
+    for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+        if file.is_file():
+            if path.is_dir():
+                digest.update(file.relative_to(path).as_posix().encode() + b"\0")
+            with file.open("rb") as stream:
+                while block := stream.read(1 << 20):
+                    digest.update(block)
+    return digest.hexdigest()
+
+
+def _git_revision() -> str | None:
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

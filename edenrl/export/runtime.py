@@ -1,0 +1,217 @@
+"""Runs an exported policy with NumPy and onnxruntime alone.
+
+The file imports nothing else of edenrl, so that it can also be copied beside a robot's own code and used from there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+__all__ = ["RuntimePolicy", "load_policy"]
+
+_SPEC_FILE = "policy_spec.json"
+_SCHEMA_VERSION = 1
+
+
+def load_policy(folder: str | Path, *, threads: int = 1) -> RuntimePolicy:
+    """Loads the ONNX graph of an exported policy after checking it against its spec.
+
+    Args:
+        folder: what ``export_policy`` wrote, or a copy of its ``policy_spec.json`` and ``policy.onnx``.
+        threads: threads of one inference. One is fastest for control-sized networks and leaves the others alone.
+
+    Raises:
+        FileNotFoundError: if the folder holds no export, or the graph that its spec names is missing.
+        ImportError: if onnxruntime is not installed.
+        ValueError: if the spec is unreadable or of another version, names no ONNX graph, or does not belong to the
+            graph beside it (another sha256, other tensors).
+
+    Examples:
+        >>> load_policy("nowhere")
+        Traceback (most recent call last):
+        ...
+        FileNotFoundError: nowhere holds no exported policy: it has no policy_spec.json. Export one with export_policy.
+    """
+    path = Path(folder) / _SPEC_FILE
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{folder} holds no exported policy: it has no {_SPEC_FILE}. Export one with export_policy."
+        )
+    # Resolved once: spec and graph come from the same export even when a newer one is moved in meanwhile.
+    path = path.resolve()
+    try:
+        spec = json.loads(path.read_text(encoding="utf-8"))
+        version = spec["schema_version"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{folder}/{_SPEC_FILE} is not a policy spec: {error!r}. Export the policy again.") from None
+    if version != _SCHEMA_VERSION:
+        raise ValueError(
+            f"{folder}/{_SPEC_FILE} has schema_version {version!r}; this loader reads {_SCHEMA_VERSION}. Export the "
+            "policy again, or use the edenrl version that wrote it."
+        )
+    files = {entry["format"]: entry for entry in spec["model"]["files"]}
+    if "onnx" not in files:
+        raise ValueError(f"{folder} was exported as {sorted(files)} only; export it with the format 'onnx' as well.")
+    graph = path.parent / files["onnx"]["file"]
+    if not graph.is_file():
+        raise FileNotFoundError(f"{folder} lacks {graph.name}, which {_SPEC_FILE} names. Copy both files together.")
+    content = graph.read_bytes()
+    found, stated = hashlib.sha256(content).hexdigest(), files["onnx"]["sha256"]
+    if found != stated:
+        raise ValueError(
+            f"{folder}/{graph.name} and {_SPEC_FILE} do not belong together: the file's sha256 is {found}, the spec "
+            f"says {stated}. One of them was edited or replaced; export the policy again."
+        )
+    try:
+        import onnxruntime
+    except ImportError:
+        raise ImportError("load_policy needs onnxruntime, which is not installed: pip install onnxruntime") from None
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    # The bytes that were hashed are the bytes that run.
+    session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+    return RuntimePolicy(spec, session)
+
+
+class RuntimePolicy:
+    """An exported policy: observations in, deterministic actions out, recurrent state kept inside.
+
+    Actions are what the network says, before the environment's treatment: the spec's ``actions`` tells how to clip,
+    scale and shift them.
+
+    Args:
+        spec: the content of ``policy_spec.json``.
+        session: an ``onnxruntime.InferenceSession`` of its graph.
+
+    Attributes:
+        spec: the content of ``policy_spec.json``.
+        width: width of one observation.
+        state: recurrent state by input name, empty before the first call and for a policy without state.
+
+    Examples:
+        ``policy = load_policy("runs/.../policy")``, ``policy.reset()`` when an episode begins, then in the control loop
+        ``actions = policy(observation)``.
+    """
+
+    def __init__(self, spec: dict[str, Any], session: Any) -> None:
+        self.spec, self._session = spec, session
+        self._states: dict[str, list[Any]] = {entry["name"]: entry["shape"] for entry in spec["model"]["inputs"][1:]}
+        self._outputs: list[str] = [entry["name"] for entry in spec["model"]["outputs"]]
+        self.groups: dict[str, tuple[int, int]] = {o["key"]: (o["start"], o["stop"]) for o in spec["observations"]}
+        self.width = int(spec["observations"][-1]["stop"])
+        self.state: dict[str, np.ndarray] = {}
+        for side, entries in (("inputs", session.get_inputs()), ("outputs", session.get_outputs())):
+            in_graph = {e.name: [d if isinstance(d, int) else "batch" for d in e.shape] for e in entries}
+            in_spec = {e["name"]: e["shape"] for e in spec["model"][side]}
+            if in_graph != in_spec:
+                raise ValueError(
+                    f"The graph's {side} are {in_graph}, the spec says {in_spec}. Export the policy again."
+                )
+
+    def reset(self, rows: Any = None) -> None:
+        """Zeroes the recurrent state: all of it, or of the rows that a mask or list of indices selects."""
+        if rows is None:
+            self.state = {}
+            return
+        for name, value in self.state.items():
+            np.moveaxis(value, self._states[name].index("batch"), 0)[rows] = 0.0
+
+    def __call__(self, obs: Any) -> np.ndarray:
+        """Computes actions and advances the recurrent state.
+
+        Args:
+            obs: un-normalized observations ``[width]`` or ``[batch, width]``, the groups of the spec concatenated in
+                its order; or a mapping from group to array, put in order here.
+
+        Returns:
+            Actions ``[dim]`` or ``[batch, dim]``, float32; for a discrete policy the index, ``[]`` or ``[batch]``.
+
+        Raises:
+            KeyError: if a group of a mapping is missing.
+            ValueError: for another width, or another number of rows than the recurrent state has.
+        """
+        array = self._concatenate(obs) if isinstance(obs, Mapping) else np.asarray(obs, dtype=np.float32)
+        if array.ndim not in (1, 2) or array.shape[-1] != self.width:
+            raise ValueError(
+                f"Observations have shape {array.shape}; expected [{self.width}] or [batch, {self.width}], made of "
+                f"{ {key: stop - start for key, (start, stop) in self.groups.items()} } in this order."
+            )
+        outputs = self.run(np.ascontiguousarray(np.atleast_2d(array)))
+        return outputs[0] if array.ndim == 1 else outputs
+
+    def run(self, obs: np.ndarray) -> np.ndarray:
+        """As a call, without checks of the observations ``[batch, width]`` (float32, contiguous)."""
+        if self._states and not self.state:
+            self.state = {
+                name: np.zeros([len(obs) if d == "batch" else d for d in shape], np.float32)
+                for name, shape in self._states.items()
+            }
+        for name, value in self.state.items():
+            rows = value.shape[self._states[name].index("batch")]
+            if rows != len(obs):
+                raise ValueError(
+                    f"{len(obs)} observations were given and the recurrent state has {rows} rows. Call reset() before "
+                    "the number of rows changes."
+                )
+        actions, *state = self._session.run(self._outputs, {"obs": obs, **self.state})
+        self.state = dict(zip(self._states, state, strict=True))
+        return actions
+
+    def _concatenate(self, groups: Mapping[str, Any]) -> np.ndarray:
+        if missing := [key for key in self.groups if key not in groups]:
+            raise KeyError(f"The policy reads the groups {list(self.groups)}; {missing} were not given.")
+        arrays = [np.asarray(groups[key], dtype=np.float32) for key in self.groups]
+        widths = [array.shape[-1] if array.ndim else 0 for array in arrays]
+        expected = [stop - start for start, stop in self.groups.values()]
+        if widths != expected:
+            raise ValueError(
+                f"The groups {list(self.groups)} have the widths {widths}; the policy was exported with {expected}."
+            )
+        return np.concatenate(arrays, axis=-1)
+
+    def unusual(self, obs: np.ndarray, limit: float = 10.0) -> dict[str, float]:
+        """Finds features far outside what training saw: a wrong unit, sign or order, before it moves a robot.
+
+        Args:
+            obs: one observation ``[width]``.
+            limit: distance from the training mean that is still usual, in standard deviations.
+
+        Returns:
+            The distance of each unusual feature, by name (such as "observation/goal position[1]"). Empty when all are
+            usual, or when the spec has no statistics.
+        """
+        out: dict[str, float] = {}
+        for group in self.spec["observations"]:
+            if group["mean"] is None:
+                continue
+            names = [f"{t['name']}[{i}]" for t in group["terms"] for i in range(t["width"])]
+            names = names or [f"[{i}]" for i in range(group["width"])]
+            values = np.asarray(obs, dtype=np.float64)[group["start"] : group["stop"]]
+            distances = np.abs(values - group["mean"]) / (np.asarray(group["std"]) + 1e-2)
+            # "not <=" keeps NaN, which no comparison finds.
+            out |= {f"{group['key']}/{n}": float(d) for n, d in zip(names, distances, strict=True) if not d <= limit}
+        return out
+
+    def latency(self, calls: int = 1000) -> dict[str, float]:
+        """Measures calls at batch 1 on this machine, on zeros; the recurrent state is reset before and after.
+
+        Returns:
+            ``p50`` and ``p99`` in microseconds.
+        """
+        obs, seconds = np.zeros(self.width, np.float32), np.empty(calls)
+        self.reset()
+        for _ in range(10):
+            self(obs)
+        for i in range(calls):
+            began = time.perf_counter()
+            self(obs)
+            seconds[i] = time.perf_counter() - began
+        self.reset()
+        return {"p50": float(np.quantile(seconds, 0.5) * 1e6), "p99": float(np.quantile(seconds, 0.99) * 1e6)}

@@ -1,0 +1,61 @@
+"""Play an exported policy: python examples/run_policy.py POLICY_DIR [--env PointMass] [--episodes 20].
+
+The policy runs in onnxruntime, as on a robot: what it needs is in policy_spec.json beside the graph.
+"""
+
+import argparse
+import json
+
+import torch
+from torchrl.envs import InitTracker
+
+from edenrl.envs import action_box, make_env, wrap_env
+from edenrl.export import load_policy
+from edenrl.training import evaluate, format_table, run_script
+
+
+def check_groups(policy, env):
+    """Refuses an environment whose observation groups are not those of the policy."""
+    published = {key: tuple(leaf.shape[1:]) for key, leaf in env.observation_spec.items()}
+    wanted = {o["key"]: tuple(o["shape"]) for o in policy.spec["observations"]}
+    if wrong := {key: shape for key, shape in wanted.items() if published.get(key) != shape}:
+        raise ValueError(
+            f"The policy reads {wrong}; this environment publishes {published}. Play it on "
+            f"{policy.spec['provenance']['task'] or 'the environment it was trained on'}."
+        )
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser.add_argument("policy", help="folder of an exported policy, such as runs/.../policy")
+    parser.add_argument("--env", help="environment's name (default: the one of the spec)")
+    parser.add_argument("--kwargs", type=json.loads, default={}, help="its constructor's arguments, as '{\"key\": 1}'")
+    parser.add_argument("--episodes", type=int, default=20, help="finished episodes (default 20)")
+    parser.add_argument("--seed", type=int, default=12345, help="seed of the environments (default 12345)")
+    args = parser.parse_args(argv)
+
+    policy = load_policy(args.policy)
+    name = args.env or policy.spec["provenance"]["task"]
+    if name is None:
+        raise ValueError("The spec names no task; say which environment to play with --env.")
+
+    def make(rows):
+        env = make_env(name, rows, seed=args.seed, **args.kwargs)
+        check_groups(policy, env)
+        boxed = action_box(env) is not None
+        return wrap_env(env, action_mode="clip" if boxed else "none").append_transform(InitTracker())
+
+    def act(td):
+        policy.reset(td["is_init"].flatten().numpy())  # zeroes the state of episodes that begin
+        actions = policy({key: td[key].flatten(1).numpy() for key in policy.groups})
+        return td.set("action", torch.from_numpy(actions))
+
+    policy.reset()
+    result, latency = evaluate(act, make, args.episodes), policy.latency()
+    rows = {**{k: f"{v:.4g}" for k, v in result.items()}, "latency, batch 1": f"p50 {latency['p50']:.0f} us, "}
+    rows["latency, batch 1"] += f"p99 {latency['p99']:.0f} us"
+    print(format_table(rows, f"{args.policy} on {name}"))
+
+
+if __name__ == "__main__":
+    run_script(main)
