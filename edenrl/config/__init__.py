@@ -6,6 +6,7 @@ given and what to change. This package does not import torch.
 
 from edenrl.config.base import Config
 from edenrl.config.cli import load_config, parse_cli, save_config
+from edenrl.config.grpo import GRPOConfig
 from edenrl.config.ppo import PPOConfig
 from edenrl.config.run import CheckpointConfig, EnvConfig, EvaluationConfig, LoggerConfig, RunConfig
 
@@ -14,6 +15,7 @@ __all__ = [
     "Config",
     "EnvConfig",
     "EvaluationConfig",
+    "GRPOConfig",
     "LoggerConfig",
     "PPOConfig",
     "RunConfig",
