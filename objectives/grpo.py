@@ -255,7 +255,7 @@ class GRPOLoss(PPOLoss):
     tensor_keys: _AcceptedKeys
     _schedulable_buffers = frozenset({"kl_coeff"})
 
-    reference: nn.Module | None
+    reference: ProbabilisticTensorDictSequential | None
 
     def __init__(
         self,
@@ -301,7 +301,7 @@ class GRPOLoss(PPOLoss):
     def out_keys(self) -> list[NestedKey]:
         """The entries that ``forward`` returns."""
         if self._out_keys is None:
-            self._out_keys = PPOLoss.out_keys.fget(self) + (["loss_kl", "kl_reference"] if self.reference else [])
+            self._out_keys = [*super().out_keys, *(["loss_kl", "kl_reference"] if self.reference is not None else [])]
         return self._out_keys
 
     @out_keys.setter
@@ -335,16 +335,16 @@ class GRPOLoss(PPOLoss):
             out.set("ESS", mean(ratio).square() / mean(ratio.square()).clamp_min(torch.finfo(ratio.dtype).tiny))
             out.set("entropy", mean(kept["entropy"]))
         if self.reference is not None:
-            penalty = self._penalty(tensordict, kept["log_prob"])
+            penalty = self._penalty(tensordict, kept["log_prob"], self.reference)
             out.set("kl_reference", mean(penalty.detach()))
             out.set("loss_kl", self._reduce_loss(self.kl_coeff * penalty, tensordict))
         return out
 
-    def _penalty(self, tensordict: TensorDictBase, log_prob: Tensor) -> Tensor:
+    def _penalty(self, tensordict: TensorDictBase, log_prob: Any, policy: ProbabilisticTensorDictSequential) -> Tensor:
         if not isinstance(log_prob, Tensor):
             raise ValueError("kl_coeff > 0 needs a policy with one log-probability per step; set kl_coeff=0.")
         with torch.no_grad():
-            reference = self.reference.get_dist(tensordict).log_prob(tensordict.get(self.tensor_keys.action))
+            reference = policy.get_dist(tensordict).log_prob(tensordict.get(self.tensor_keys.action))
         # Masked before the exponential: an overflow outside of the mask would still poison the gradient.
         difference = self._reduce_loss(reference - log_prob, tensordict, reduction="none")
         return difference.exp() - difference - 1

@@ -39,8 +39,8 @@ def set_group_size(env: EnvBase, group_size: int) -> None:
         group_size: rows per group, at least 2, which must divide the number of rows.
 
     Raises:
-        TypeError: the innermost environment cannot start groups in the same state (it is no ``SameStateGroups``).
-        ValueError: ``group_size`` below 2 or no divisor of the number of rows.
+        ValueError: the innermost environment cannot start groups in the same state (it is no ``SameStateGroups``), or
+            ``group_size`` is below 2 or no divisor of the number of rows.
 
     Examples:
         >>> from edenrl.envs import make_env, set_group_size
@@ -52,12 +52,12 @@ def set_group_size(env: EnvBase, group_size: int) -> None:
     """
     while isinstance(env, TransformedEnv):
         env = env.base_env
+    rows = env.batch_size.numel()
     if not isinstance(env, SameStateGroups):
-        raise TypeError(
+        raise ValueError(
             f"{type(env).__name__} cannot start several rows in the same state, which groups need. Use PointMass or a "
             "Gymnasium id, or let your environment keep the promise of edenrl.envs.SameStateGroups."
         )
-    rows = env.batch_size.numel()
     if group_size < 2 or rows % group_size:
         raise ValueError(f"group_size={group_size} was given for {rows} rows; expected a divisor of {rows} from 2 on.")
     env.group_size = group_size
@@ -90,7 +90,7 @@ def assert_same_start(rollout: TensorDictBase, keys: list[str], group_size: int)
         group_size: rows per group.
 
     Raises:
-        RuntimeError: for the first observation that differs, naming key and row.
+        ValueError: for the first observation that differs, naming key and row.
 
     Examples:
         >>> import torch
@@ -104,7 +104,7 @@ def assert_same_start(rollout: TensorDictBase, keys: list[str], group_size: int)
         same = (first == repeat_in_groups({key: first}, group_size)[key]).flatten(1).all(1)
         if not bool(same.all()):
             row = int(torch.nonzero(~same)[0])
-            raise RuntimeError(
+            raise ValueError(
                 f"Row {row} starts with another {key!r} than row {row - row % group_size}, the first of its group of "
                 f"{group_size}. The environment must start all members of a group in the same state at a full reset "
                 "(edenrl.envs.SameStateGroups), and nothing in front of the policy may add noise."

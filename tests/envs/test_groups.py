@@ -130,7 +130,7 @@ def test_a_collector_that_resets_gives_groups_in_every_batch() -> None:
         assert rollout["next", "step_count"][:, 0].eq(1).all() and rollout["next", "episode_reward"][:, 0].eq(1).all()
         starts.append(rollout["observation"][::2, 0])
     assert len(equal_rows(torch.cat(starts))) == 6
-    with pytest.raises(RuntimeError, match="Row 1 starts with another 'observation' than row 0"):
+    with pytest.raises(ValueError, match="Row 1 starts with another 'observation' than row 0"):
         assert_same_start(rollout[:, 7:], ["observation"], 2)
 
 
@@ -145,12 +145,12 @@ class Alone(PointMass):
 def test_a_broken_promise_is_found() -> None:
     env = Alone(4, seed=0)
     set_group_size(env, 2)
-    with pytest.raises(RuntimeError, match="Row 1 starts with another 'observation' than row 0"):
+    with pytest.raises(ValueError, match="Row 1 starts with another 'observation' than row 0"):
         assert_same_start(env.rollout(2), ["observation"], 2)
 
 
 def test_who_cannot_is_refused() -> None:
-    with pytest.raises(TypeError, match="PendulumEnv cannot start several rows in the same state"):
+    with pytest.raises(ValueError, match="PendulumEnv cannot start several rows in the same state"):
         set_group_size(TransformedEnv(PendulumEnv()), 2)
     for size in (0, 1, 3, 8):
         with pytest.raises(ValueError, match=f"group_size={size} was given for 4 rows; expected a divisor of 4"):
