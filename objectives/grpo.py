@@ -27,7 +27,8 @@ class GroupRelativeAdvantage(TensorDictModuleBase):
     Rows ``0 .. group_size - 1`` of a rollout are the first group, and so on; the members of a group must have started
     in the same state (``edenrl.envs.set_group_size``). With ``G_t = r_t + gamma G_{t+1} (1 - done_t)``, zero beyond the
     last step, the advantage is ``(G - mean) / (std + eps)``, mean and population standard deviation taken over the
-    members that count at that step.
+    members that count at that step. There is no critic to estimate what would have followed: a time-out ends the return
+    like a termination, and so does the end of the rollout.
 
     A step counts (``group_mask``) up to and including the first ``done`` of its row, after which a row has left the
     state it shared with its group; with ``truncate_at_first_done=False`` every step counts. Steps that do not count

@@ -94,11 +94,11 @@ def test_specs_hold_with_groups() -> None:
 def test_asynchronous_vectors_can_as_well() -> None:
     starts = []
     for vectorization in ("sync", "async"):
-        env = make_gym_env("Pendulum-v1", 4, seed=3, vectorization=vectorization)
+        env = make_gym_env("Pendulum-v1", 2, seed=3, vectorization=vectorization)
         set_group_size(env, 2)
         starts.append(env.reset()["observation"])
         env.close()
-    assert torch.equal(*starts) and equal_rows(starts[0]) == [[0, 1], [2, 3]]
+    assert torch.equal(*starts) and equal_rows(starts[0]) == [[0, 1]]
 
 
 @pytest.mark.parametrize("env_id", ["PointMass", "CartPole-v1"])
