@@ -22,8 +22,8 @@ SMALL = dict(actor_hidden=(64, 64), activation="tanh")
 PRESETS = {
     "PointMass": dict(
         total_frames=2_000_000,
-        env=dict(kwargs=dict(success_bonus=50.0)),
-        algorithm=SMALL,
+        env=dict(kwargs=dict(success_bonus=50.0), num_envs=64),
+        algorithm=SMALL | dict(group_size=8, kl_coeff=0.0, init_std=0.6),
         evaluation=dict(num_episodes=128),
     ),
     "CartPole-v1": dict(
