@@ -90,7 +90,7 @@ def test_a_run_leaves_what_the_documentation_promises(tmp_path, capsys):
     assert sorted(header) == sorted(COLUMNS)
     row = rows(tmp_path / "run")[0]
     # The time limit is at step 100: a tenth of the steps lies behind it.
-    assert row["group/counted"] <= 100 / 110 and row["group/nan_rewards"] == 0
+    assert row["group/counted"] < 0.91 and row["group/nan_rewards"] == 0
 
 
 @pytest.mark.parametrize("env", ["PointMass", "CartPole-v1", "Pendulum-v1"])
