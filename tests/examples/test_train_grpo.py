@@ -189,7 +189,10 @@ def test_a_missing_reward_is_counted_and_never_trained_on(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        (["--env.num_envs=10", "--algorithm.group_size=4"], "set env.num_envs to 8 or 12, or algorithm.group_size to 2 or 5"),
+        (
+            ["--env.num_envs=10", "--algorithm.group_size=4"],
+            "set env.num_envs to 8 or 12, or algorithm.group_size to 2 or 5",
+        ),
         (["--algorithm.group_size=1"], "algorithm.group_size"),
         (["--algorithm.kl_coef=0.1"], "--algorithm.kl_coeff"),
         ([*TINY, "--env.name=CartPole-v1", "--algorithm.action_bound_coeff=1.0"], "needs a Gaussian actor"),
