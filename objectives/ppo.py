@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -80,6 +80,7 @@ class PPOLoss(ClipPPOLoss):
         loc: NestedKey = "loc"
         scale: NestedKey = "scale"
 
+    rollout_kind: ClassVar[Literal["standard", "differentiable"]] = "standard"
     default_keys = _AcceptedKeys
     tensor_keys: _AcceptedKeys
     _schedulable_buffers = frozenset({"action_bound_coeff"})
@@ -110,12 +111,15 @@ class PPOLoss(ClipPPOLoss):
         )
         for name, value in coefficients.items():
             if isinstance(value, (int, float)) and value < 0:
-                raise ValueError(f"PPOLoss needs {name} >= 0, got {value}.")
+                raise ValueError(f"{type(self).__name__} needs {name} >= 0, got {value}.")
         if not isinstance(clip_value, bool) and clip_value <= 0:
-            raise ValueError(f"PPOLoss needs clip_value True, False or a positive range, got {clip_value}.")
+            raise ValueError(
+                f"{type(self).__name__} needs clip_value True, False or a positive range, got {clip_value}."
+            )
         if isinstance(clip_epsilon, (int, float)) and not 0 < clip_epsilon < 1:
             raise ValueError(
-                f"PPOLoss needs clip_epsilon in (0, 1), got {clip_epsilon}; pass (low, high) for a wider upper range."
+                f"{type(self).__name__} needs clip_epsilon in (0, 1), got {clip_epsilon}; pass (low, high) for a wider "
+                "upper range."
             )
         if kwargs.get("separate_losses") and kwargs.get("functional") is False:
             raise ValueError(
@@ -196,7 +200,7 @@ class PPOLoss(ClipPPOLoss):
         advantage = tensordict.get(self.tensor_keys.advantage)
         if advantage.shape[-1:] != (1,) or advantage.shape[:-1] != tensordict.batch_size:
             raise ValueError(
-                f"PPOLoss needs one advantage per sample: {self.tensor_keys.advantage!r} of shape "
+                f"{type(self).__name__} needs one advantage per sample: {self.tensor_keys.advantage!r} of shape "
                 f"{(*tensordict.batch_size, 1)}, got {tuple(advantage.shape)}. Mix several heads into one before, or "
                 "add the trailing dimension with unsqueeze(-1)."
             )

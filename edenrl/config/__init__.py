@@ -6,6 +6,7 @@ given and what to change. This package does not import torch.
 
 from edenrl.config.base import Config
 from edenrl.config.cli import load_config, parse_cli, read_config, save_config
+from edenrl.config.grpo import GRPOConfig
 from edenrl.config.ppo import PPOConfig
 from edenrl.config.resume import refuse_changes
 from edenrl.config.run import CheckpointConfig, EnvConfig, EvaluationConfig, LoggerConfig, RunConfig
@@ -16,6 +17,7 @@ __all__ = [
     "Config",
     "EnvConfig",
     "EvaluationConfig",
+    "GRPOConfig",
     "LoggerConfig",
     "PPOConfig",
     "RunConfig",

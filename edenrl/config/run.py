@@ -163,3 +163,16 @@ class RunConfig(Config):
             f"into algorithm.num_minibatches = {parts} equal parts; set algorithm.num_minibatches to {fewer}, or "
             f"env.num_envs to a multiple of {unit} such as {math.ceil(self.env.num_envs / unit) * unit}"
         )
+
+    @model_validator(mode="after")
+    def _check_groups(self) -> RunConfig:
+        size, num_envs = getattr(getattr(self, "algorithm", None), "group_size", None), self.env.num_envs
+        if size is None or num_envs % size == 0:
+            return self
+        fewer, more = num_envs // size * size, -(-num_envs // size) * size
+        sizes = sorted((n for n in range(2, num_envs + 1) if num_envs % n == 0), key=lambda n: abs(n - size))[:2]
+        raise refuse(
+            f"env.num_envs = {num_envs} is not a multiple of algorithm.group_size = {size}; set env.num_envs to "
+            f"{f'{fewer} or {more}' if fewer else more}"
+            + (f", or algorithm.group_size to {' or '.join(map(str, sorted(sizes)))}" if sizes else "")
+        )

@@ -1,5 +1,6 @@
 """Environments: a registry, Gymnasium vectors, adapters, transforms, and the built-in tasks."""
 
+from edenrl.envs.groups import SameStateGroups, assert_same_start, repeat_in_groups, set_group_size
 from edenrl.envs.gym import GymVectorEnv, make_gym_env
 from edenrl.envs.learning_env import DifferentiableVecEnv, LearningEnvAdapter, LearningVecEnv
 from edenrl.envs.point_mass import PointMass
@@ -26,15 +27,19 @@ __all__ = [
     "LearningEnvAdapter",
     "LearningVecEnv",
     "PointMass",
+    "SameStateGroups",
     "SelfResettingEnv",
     "VecEnvAdapter",
     "action_box",
     "action_saturation",
     "as_vec_env",
+    "assert_same_start",
     "make_env",
     "make_gym_env",
     "register_env",
     "registered_envs",
+    "repeat_in_groups",
+    "set_group_size",
     "wrap_env",
 ]
 

@@ -24,12 +24,14 @@ from torch import Tensor
 from torchrl.data import Composite, TensorSpec, Unbounded
 from torchrl.envs.libs.gym import GymWrapper
 
+from edenrl.envs.groups import SameStateGroups
+
 __all__ = ["GymVectorEnv", "make_gym_env"]
 
 _logger = logging.getLogger(__name__)
 
 
-class GymVectorEnv(GymWrapper):
+class GymVectorEnv(SameStateGroups, GymWrapper):
     """TorchRL's ``GymWrapper`` over a Gymnasium vector environment that leaves resets to TorchRL.
 
     What it adds: floating-point entries are float32; every tensor is a copy (Gymnasium may reuse its arrays); step
@@ -43,6 +45,9 @@ class GymVectorEnv(GymWrapper):
 
     ``set_seed(s)`` seeds sub-environment ``i`` with ``s + i``, as Gymnasium does; use the value it returns (or seeds
     far apart) for the next vector, not ``s + 1``.
+
+    With groups (``edenrl.envs.set_group_size``) a full reset seeds the members of each group alike. They then share
+    more than their first state: randomness inside the simulation, later resets included, comes from equal generators.
 
     The runtime state is exact when every sub-environment of a ``SyncVectorEnv`` keeps its state in plain attributes,
     numpy arrays and generators, or in MuJoCo's ``MjData``. Otherwise (sub-processes, Box2D, unknown objects)
@@ -93,6 +98,7 @@ class GymVectorEnv(GymWrapper):
             env, categorical_action_encoding=True, device=torch.device("cpu" if device is None else device), **kwargs
         )
         self._flags_checked = False
+        self._group_seeds = np.random.default_rng()
 
     def _make_specs(self, env: VectorEnv, batch_size: torch.Size | None = None) -> None:
         super()._make_specs(env, batch_size)
@@ -107,12 +113,16 @@ class GymVectorEnv(GymWrapper):
 
     def _set_seed(self, seed: int | None) -> None:
         self._env.reset(seed=seed)
+        self._group_seeds = np.random.default_rng(seed)
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDict:
         mask = None if tensordict is None else tensordict.get("_reset", None)
         if mask is not None:
             options = {**(kwargs.pop("options", None) or {}), "reset_mask": mask.reshape(-1).cpu().numpy()}
             kwargs["options"] = options
+        elif self.group_size > 1:
+            seeds = self._group_seeds.integers(2**31, size=self.batch_size.numel() // self.group_size)
+            kwargs["seed"] = seeds.repeat(self.group_size).tolist()
         observation, _ = self._env.reset(**kwargs)
         return self._pack(self._read(observation))
 
@@ -172,7 +182,12 @@ class GymVectorEnv(GymWrapper):
             return {"exact": False}
         try:
             bookkeeping = {name: _encode(getattr(vector, name)) for name in _VECTOR_STATE}
-            return {"exact": True, "vector": bookkeeping, "envs": [_save_env(env) for env in vector.envs]}
+            return {
+                "exact": True,
+                "vector": bookkeeping,
+                "envs": [_save_env(env) for env in vector.envs],
+                "group_seeds": _encode(self._group_seeds),
+            }
         except _OpaqueStateError as error:
             _logger.debug("runtime state of %s is not saved: %s", vector, error)
             return {"exact": False}
@@ -203,6 +218,7 @@ class GymVectorEnv(GymWrapper):
             _load_env(env, saved)
         for name, value in state["vector"].items():
             setattr(vector, name, _decode(value))
+        self._group_seeds = _decode(state["group_seeds"])
 
 
 def make_gym_env(

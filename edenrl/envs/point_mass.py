@@ -12,6 +12,8 @@ from torch import Tensor
 from torchrl.data import Binary, Bounded, Composite, Unbounded
 from torchrl.envs import EnvBase
 
+from edenrl.envs.groups import SameStateGroups, repeat_in_groups
+
 __all__ = ["PointMass"]
 
 _DT = 1.0 / 60.0
@@ -30,7 +32,7 @@ _SUCCESS_DISTANCE = 0.03
 _GOAL_WIDTH = 0.05
 
 
-class PointMass(EnvBase):
+class PointMass(SameStateGroups, EnvBase):
     """A point of mass 1 that must reach a goal between two round obstacles; batched, pure torch and differentiable.
 
     One control step is one semi-implicit Euler step of ``dt = 1/60`` s:
@@ -216,7 +218,7 @@ class PointMass(EnvBase):
         fresh = self._draw_state()
         mask = None if tensordict is None else tensordict.get("_reset", None)
         if mask is None:
-            self._state = fresh
+            self._state = repeat_in_groups(fresh, self.group_size)
         else:
             rows = mask.reshape(self.num_envs, 1)
             self._state = {

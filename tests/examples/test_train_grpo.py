@@ -1,0 +1,243 @@
+"""The GRPO script as its user meets it: runs, resumes, mistakes, and whether it learns."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torchrl.checkpoint import CheckpointError, CheckpointRotation
+from torchrl.envs import EnvBase
+
+from edenrl.config import load_config
+from edenrl.envs import PointMass, register_env
+from edenrl.training import Checkpoints, build_env, load_policy_weights, read_metrics, run_script
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TINY = [
+    "--env.num_envs=8",
+    "--algorithm.steps_per_env=8",
+    "--algorithm.actor_hidden=8",
+    "--algorithm.epochs=2",
+    "--algorithm.num_minibatches=2",
+    "--algorithm.group_size=4",
+    "--algorithm.kl_coeff=0.02",
+    "--evaluation.num_episodes=4",
+    "--checkpoint.interval_iterations=1000",
+    "--num_threads=1",
+]
+FRAMES = 64
+COLUMNS = """iteration frames seconds loss_objective loss_entropy loss_kl loss clip_fraction kl kl_approx kl_reference
+entropy ESS max_ratio mean_ratio grad_norm_policy lr group/return group/zero_spread group/counted group/nan_rewards
+episode/count episode/return episode/length episode/success_rate episode/final_distance episode/path_length
+episode/collisions action_saturation skipped_updates eval/return_mean eval/return_std eval/return_median
+eval/return_min eval/return_max eval/length_mean eval/length_min eval/length_max eval/episodes eval/success_rate
+eval/final_distance eval/path_length eval/collisions""".split()
+
+
+def load_script(name):
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+train_grpo = load_script("train_grpo")
+
+
+def train(run_dir, iterations, *flags, resume=False):
+    place = "--resume" if resume else "--run_dir"
+    train_grpo.main([f"{place}={run_dir}", f"--total_frames={iterations * FRAMES}", *([] if resume else TINY), *flags])
+
+
+def fails(capsys, *argv):
+    """Exit status and message of a run that must be refused, as its user sees it."""
+    with pytest.raises(SystemExit) as exit_info:
+        run_script(lambda: train_grpo.main(list(argv)))
+    message = capsys.readouterr().err
+    assert len(message.splitlines()) <= 24 and "Traceback" not in message
+    return exit_info.value.code, message
+
+
+def rows(run_dir):
+    """Metrics without wall time and without evaluations, whose iterations depend on the length of the run."""
+    table = read_metrics(Path(run_dir) / "metrics.csv")
+    return [{k: v for k, v in row.items() if k != "seconds" and not k.startswith("eval/")} for row in table]
+
+
+def saved_policy(run_dir):
+    cfg = load_config(train_grpo.Train, Path(run_dir) / "config.json")
+    policy = train_grpo.make_policy(cfg, build_env(cfg, num_envs=1))
+    load_policy_weights(policy, run_dir, "latest")
+    return policy
+
+
+def saved_reference(run_dir):
+    """The frozen policy in the newest checkpoint."""
+    reference = saved_policy(run_dir)
+    path = CheckpointRotation(Path(run_dir) / "checkpoints", keep_last=1).latest()
+    Checkpoints(run_dir, {"reference": reference}, algorithm="GRPO").load(path)
+    return reference.state_dict()
+
+
+def test_a_run_leaves_what_the_documentation_promises(tmp_path, capsys):
+    train(tmp_path / "run", 3, "--algorithm.steps_per_env=110", "--checkpoint.interval_iterations=1")
+    assert "success" in capsys.readouterr().out
+    header = (tmp_path / "run" / "metrics.csv").read_text().splitlines()[0].split(",")
+    assert sorted(header) == sorted(COLUMNS)
+    row = rows(tmp_path / "run")[0]
+    # The time limit is at step 100: a tenth of the steps lies behind it.
+    assert row["group/counted"] < 0.91 and row["group/nan_rewards"] == 0
+
+
+@pytest.mark.parametrize("env", ["PointMass", "CartPole-v1", "Pendulum-v1"])
+@pytest.mark.parametrize("reset", [True, False])
+def test_resumed_run_is_the_uninterrupted_run(tmp_path, env, reset):
+    flags = (f"--env.name={env}", f"--algorithm.reset_before_rollout={reset}")
+    train(tmp_path / "whole", 12, *flags)
+    train(tmp_path / "parts", 5, *flags)
+    train(tmp_path / "parts", 12, resume=True)
+    assert rows(tmp_path / "whole") == rows(tmp_path / "parts")
+    for of in (lambda run: saved_policy(run).state_dict(), saved_reference):
+        whole, parts = of(tmp_path / "whole"), of(tmp_path / "parts")
+        assert all(torch.equal(value, parts[name]) for name, value in whole.items())
+    # The reference is the policy of the beginning, not of the resumption.
+    assert not torch.equal(
+        *(state["module.0.module.mlp.0.weight"] for state in (whole, saved_policy(tmp_path / "whole").state_dict()))
+    )
+    assert rows(tmp_path / "whole")[-1]["kl_reference"] > 0
+
+
+def test_resumed_run_in_a_new_process_is_the_uninterrupted_run(tmp_path):
+    train(tmp_path / "whole", 6)
+    train(tmp_path / "parts", 3)
+    command = [
+        sys.executable,
+        EXAMPLES / "train_grpo.py",
+        "--resume",
+        tmp_path / "parts",
+        f"--total_frames={6 * FRAMES}",
+    ]
+    subprocess.run(command, check=True, cwd=tmp_path, capture_output=True)
+    assert rows(tmp_path / "whole") == rows(tmp_path / "parts")
+
+
+def test_a_checkpoint_without_the_reference_is_refused(tmp_path, capsys):
+    train(tmp_path / "run", 2, "--algorithm.kl_coeff=0")
+    assert "loss_kl" not in rows(tmp_path / "run")[0]
+    train(tmp_path / "run", 3, resume=True)
+    code, message = fails(capsys, f"--resume={tmp_path / 'run'}", "--algorithm.kl_coeff=0.02")
+    assert code == 1 and "it has no network 'reference'" in message
+
+
+class NotTogether(EnvBase):
+    """An environment that cannot start several rows in the same state."""
+
+    def __init__(self, num_envs, *, device, seed):
+        inner = PointMass(num_envs, device=device, seed=seed)
+        super().__init__(device=inner.device, batch_size=inner.batch_size)
+        self.inner = inner
+        self.observation_spec, self.action_spec = inner.observation_spec.clone(), inner.action_spec.clone()
+        self.reward_spec, self.done_spec = inner.reward_spec.clone(), inner.done_spec.clone()
+
+    def _reset(self, tensordict=None, **kwargs):
+        return self.inner._reset(tensordict)
+
+    def _step(self, tensordict):
+        return self.inner._step(tensordict)
+
+    def _set_seed(self, seed):
+        self.inner._set_seed(seed)
+
+
+class BrokenPromise(PointMass):
+    def _reset(self, tensordict=None, **kwargs):
+        self.group_size = 1
+        return super()._reset(tensordict, **kwargs)
+
+
+class NaNReward(PointMass):
+    """One reward in row 3 cannot be computed."""
+
+    def _step(self, tensordict) -> TensorDict:
+        out = super()._step(tensordict)
+        out["reward"][3] = out["reward"][3].where(self._state["steps"][3] != 5, float("nan"))
+        return out
+
+
+def test_environments_that_cannot_start_together_are_refused(tmp_path, capsys):
+    register_env("NotTogether", NotTogether, override=True)
+    code, message = fails(capsys, f"--run_dir={tmp_path / 'a'}", "--env.name=NotTogether", *TINY)
+    assert code == 1 and "NotTogether cannot start several rows in the same state" in message
+    register_env("BrokenPromise", BrokenPromise, override=True)
+    code, message = fails(capsys, f"--run_dir={tmp_path / 'b'}", "--env.name=BrokenPromise", *TINY)
+    assert code == 1 and "Row 1 starts with another 'observation' than row 0" in message
+
+
+def test_a_missing_reward_is_counted_and_never_trained_on(tmp_path):
+    register_env("NaNReward", NaNReward, override=True)
+    train(tmp_path / "run", 3, "--env.name=NaNReward")
+    for row in rows(tmp_path / "run"):
+        # The five steps whose return contains it are lost, of 64.
+        assert row["group/nan_rewards"] == 1 and row["group/counted"] == pytest.approx(59 / 64)
+    assert all(value.isfinite().all() for value in saved_policy(tmp_path / "run").state_dict().values())
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (
+            ["--env.num_envs=10", "--algorithm.group_size=4"],
+            "set env.num_envs to 8 or 12, or algorithm.group_size to 2 or 5",
+        ),
+        (["--algorithm.group_size=1"], "algorithm.group_size"),
+        (["--algorithm.kl_coef=0.1"], "--algorithm.kl_coeff"),
+        ([*TINY, "--env.name=CartPole-v1", "--algorithm.action_bound_coeff=1.0"], "needs a Gaussian actor"),
+    ],
+)
+def test_mistakes_name_the_fix(tmp_path, capsys, flags, expected, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, message = fails(capsys, *flags)
+    assert code in (1, 2) and expected in message
+
+
+def test_a_run_of_another_algorithm_is_refused(tmp_path):
+    train(tmp_path / "run", 2)
+    path = CheckpointRotation(tmp_path / "run" / "checkpoints", keep_last=1).latest()
+    with pytest.raises(CheckpointError, match="'GRPO'"):
+        Checkpoints(tmp_path, {"policy": saved_policy(tmp_path / "run")}, algorithm="PPO").load(path)
+
+
+def test_cart_pole_improves(tmp_path):
+    size = ("--env.num_envs=16", "--algorithm.steps_per_env=200", "--total_frames=25600")
+    quick = ("--checkpoint.interval_iterations=1000", "--evaluation.num_episodes=8", "--num_threads=1", "--quiet")
+    train_grpo.main([f"--run_dir={tmp_path / 'run'}", "--env.name=CartPole-v1", *size, *quick])
+    table = read_metrics(tmp_path / "run" / "metrics.csv")
+    # Seeds 1 and 2: 22 to 111 and to 138 of the sampling policy, 310 and 173 of the deterministic one.
+    assert table[-1]["episode/return"] >= 3 * table[0]["episode/return"]
+    assert table[-1]["eval/return_mean"] >= 100
+
+
+def train_and_evaluate(run_dir, *flags):
+    command = [
+        sys.executable,
+        EXAMPLES / "train_grpo.py",
+        "--run_dir",
+        run_dir,
+        "--quiet",
+        "--num_threads",
+        "1",
+        *flags,
+    ]
+    subprocess.run(command, check=True)
+    command = [sys.executable, EXAMPLES / "evaluate.py", run_dir, "--json", "--checkpoint", "latest", "--seed", "777"]
+    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", ["1", "2"])
+def test_cart_pole_is_solved(tmp_path, seed):
+    assert train_and_evaluate(tmp_path / "run", "--env.name", "CartPole-v1", "--seed", seed)["return_mean"] >= 450
