@@ -1,5 +1,6 @@
 """Collection of experience."""
 
+from edenrl.collectors.differentiable import AdjointClip, DifferentiableCollector
 from edenrl.collectors.rollout import Collector
 
-__all__ = ["Collector"]
+__all__ = ["AdjointClip", "Collector", "DifferentiableCollector"]

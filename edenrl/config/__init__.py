@@ -4,12 +4,14 @@ Every value is checked where it enters, and a mistake is answered with the dotte
 given and what to change. This package does not import torch.
 """
 
+from edenrl.config.apg import APGConfig
 from edenrl.config.base import Config
 from edenrl.config.cli import load_config, parse_cli, save_config
 from edenrl.config.ppo import PPOConfig
 from edenrl.config.run import CheckpointConfig, EnvConfig, EvaluationConfig, LoggerConfig, RunConfig
 
 __all__ = [
+    "APGConfig",
     "CheckpointConfig",
     "Config",
     "EnvConfig",

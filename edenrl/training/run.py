@@ -123,7 +123,9 @@ class Run:
             and counters are added.
         iterations: iterations of the whole run.
         frames_per_iteration: environment steps per iteration, all environments together.
-        evaluate: returns evaluation metrics; ``return_mean`` decides which checkpoint is the best.
+        evaluate: returns evaluation metrics; ``cfg.evaluation.metric`` decides which checkpoint is the best.
+        unit: what ``frames_per_iteration`` counts, for display. With "updates" and 1 a run has a budget in updates; log
+            the environment steps as ``frames``.
 
     Examples:
         ``examples/train_ppo.py`` is one; its loop is ``with run: for iteration in run: ...; run.log(metrics)``.
@@ -138,9 +140,10 @@ class Run:
         iterations: int,
         frames_per_iteration: int,
         evaluate: Callable[[], dict[str, float]] | None = None,
+        unit: str = "frames",
     ) -> None:
         self.cfg, self.algorithm, self.iterations = cfg, algorithm, iterations
-        self.frames_per_iteration, self._evaluate = frames_per_iteration, evaluate
+        self.frames_per_iteration, self._evaluate, self.unit = frames_per_iteration, evaluate, unit
         stamp = time.strftime("%Y%m%d-%H%M%S")
         env_name = "".join(c if c.isalnum() or c in "-_." else "_" for c in cfg.env.name)
         self.dir = Path(cfg.run_dir or f"runs/{algorithm.lower()}-{env_name}-s{cfg.seed}-{stamp}")
@@ -152,8 +155,11 @@ class Run:
             {**components, "run": self, "rng": GlobalRNGState()},
             algorithm=algorithm,
             keep_last=cfg.checkpoint.keep_last,
+            best_metric=cfg.evaluation.metric,
+            best_mode=cfg.evaluation.mode,
         )
         self.interval = cfg.checkpoint.interval_iterations or max(iterations // 10, 1)
+        self.evaluation_interval = cfg.evaluation.interval_iterations or self.interval
         self._stop: str | None = None
         self._row: dict[str, float] = {}
 
@@ -195,6 +201,7 @@ class Run:
             self.iteration * self.frames_per_iteration,
             quiet=cfg.quiet,
             shown={"episode/return": "return", "episode/success_rate": "success", "eval/return_mean": "evaluated"},
+            unit=self.unit,
         )
         if resumed:
             self.progress.say(f"Resumed {self.dir} at iteration {self.iteration} of {self.iterations}.")
@@ -238,8 +245,9 @@ class Run:
     def _finish_iteration(self) -> None:
         self.iteration += 1
         last = self.iteration == self.iterations
-        due = last or self.iteration % self.interval == 0
-        if due and self._evaluate is not None:
+        evaluated = self._evaluate is not None and (last or self.iteration % self.evaluation_interval == 0)
+        due = last or evaluated or self.iteration % self.interval == 0
+        if evaluated and self._evaluate is not None:
             self.evaluation = self._evaluate()
             self._row.update({f"eval/{name}": value for name, value in self.evaluation.items()})
         frames = self.iteration * self.frames_per_iteration
@@ -247,12 +255,15 @@ class Run:
         seconds = self.elapsed + time.monotonic() - self._began
         self.logger.write(self.iteration - 1, {"frames": frames, "seconds": round(seconds, 2), **self._row})
         if due or self._stop is not None:
-            self._save(evaluated=due)
+            self._save(evaluated)
         self.progress.update(frames, self._row)
 
     def _save(self, evaluated: bool) -> None:
-        score = self.evaluation.get("return_mean", math.nan) if evaluated else math.nan
-        metric = {} if math.isnan(score) else {"return_mean": score}
+        name = self.cfg.evaluation.metric
+        if evaluated and name not in self.evaluation:
+            raise ValueError(f"evaluation.metric is {name!r}; this evaluation measures {sorted(self.evaluation)}.")
+        score = self.evaluation[name] if evaluated else math.nan
+        metric = {} if math.isnan(score) else {name: score}
         self.checkpoints.save(self.iteration, frames=self.iteration * self.frames_per_iteration, **metric)
 
     def __exit__(
@@ -275,8 +286,8 @@ class Run:
         seconds = self.elapsed + time.monotonic() - self._began
         frames = self.iteration * self.frames_per_iteration
         rows: dict[str, Any] = {
-            "frames": f"{frames:,} of {self.iterations * self.frames_per_iteration:,}",
-            "wall time": f"{seconds:.0f} s ({self.progress.rate:,.0f} frames/s)",
+            self.unit: f"{frames:,} of {self.iterations * self.frames_per_iteration:,}",
+            "wall time": f"{seconds:.0f} s ({self.progress.rate:,.0f} {self.unit}/s)",
         }
         result = self.evaluation
         if result:
