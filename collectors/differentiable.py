@@ -23,8 +23,8 @@ _log = logging.getLogger("edenrl")
 class AdjointClip:
     """Bounds the gradient of each environment, row by row, and counts what it did; a tensor hook.
 
-    A row longer than ``max_norm`` in L2 is scaled down to it, a row with an infinite or NaN entry becomes zero. The norm
-    is formed in units of the row's largest entry, so that rows whose squares overflow are clipped right as well.
+    A row longer than ``max_norm`` in L2 is scaled down to it, a row with an infinite or NaN entry becomes zero. The
+    norm is formed in units of the row's largest entry, so that rows whose squares overflow are clipped right as well.
 
     Args:
         max_norm: largest norm of a row; 0 passes every gradient on as it is, uncounted.
@@ -119,8 +119,7 @@ class DifferentiableCollector:
         action_key: the action the policy writes. Default "action".
 
     Raises:
-        TypeError: for an environment without ``detach_state``.
-        ValueError: ``steps`` below 1, or a scheduled environment without ``reset_at_each_iter``.
+        ValueError: an environment without ``detach_state``, ``steps`` below 1, or a scheduled environment without ``reset_at_each_iter``.
         RuntimeError: when collecting without autograd, or from a policy or an environment that cuts the graph.
 
     Source: the differentiable trainer of EmbodiChain; adjoint clipping and the segments are its.
@@ -152,7 +151,7 @@ class DifferentiableCollector:
             simulator = simulator.base_env
         name = type(simulator).__name__
         if not isinstance(simulator, DifferentiableEnv):
-            raise TypeError(
+            raise ValueError(
                 f"{name} has no detach_state() and cannot be differentiated through in segments. Use a differentiable "
                 "environment such as PointMass, or train it with PPO."
             )
@@ -189,12 +188,10 @@ class DifferentiableCollector:
         self._elapsed = torch.zeros_like(self._elapsed)
         for _ in range(segments):
             data = self._collect()
-            try:
-                yield data
-            finally:
-                # After backward, also when it failed: neither the data nor the simulator holds on to the tape.
-                data.detach_()
-                self._simulator.detach_state()
+            yield data
+            # After backward: neither the data, wherever it is kept, nor the simulator holds on to the tape.
+            data.update(data.detach())
+            self._simulator.detach_state()
 
     def _collect(self) -> TensorDictBase:
         if not torch.is_grad_enabled():
@@ -223,7 +220,7 @@ class DifferentiableCollector:
         self._root = self._root.detach()
         self.rollouts += 1
         self.frames += number * self.env.batch_size.numel()
-        data = torch.stack(steps, self.env.batch_dims)
+        data = TensorDict.stack(steps, self.env.batch_dims)
         data.names = [*[None] * self.env.batch_dims, "time"]
         self._require_graph(data)
         if self._scheduler is not None:

@@ -23,8 +23,8 @@ SMALL = dict(actor_hidden=(64, 64), lr_schedule="linear", final_lr_fraction=0.1,
 PRESETS = {
     "PointMass": dict(
         env=dict(num_envs=64),
-        algorithm=SMALL | dict(updates=500, mode="complete", segment_length=100),
-        evaluation=dict(num_episodes=128),
+        algorithm=SMALL | dict(updates=150, mode="complete", segment_length=100),
+        evaluation=dict(num_episodes=128, metric="success_rate"),
     ),
     "CartPoleSwingUp": dict(
         env=dict(num_envs=64),

@@ -25,9 +25,9 @@ class APGLoss(LossModule):
     - ``mode="complete"``: only rewards up to and including the first done step count, ``sum_t gamma^t r_t``, times
       ``objective_scale`` where the data has it.
 
-    Reward and entropy share the same weights: a coefficient keeps its meaning when the segment length changes. Weighted
-    losses are averaged over environments. The gradient reaches the policy through the data, so the policy that collected
-    must be this one; the loss keeps it as it is (no functional copy).
+    Reward and entropy share the same weights: a coefficient keeps its meaning when the segment length changes. Losses
+    are averaged over environments. The gradient reaches the policy through the data, so the policy that collected must
+    be this one; the loss keeps it as it is (no functional copy).
 
     Outputs: ``loss_objective``, ``loss_entropy`` (when its coefficient is positive); detached scalars: ``objective``
     (mean weighted return), ``entropy`` (mean over counted steps, in nats), ``alive_fraction`` (share of counted steps).
@@ -41,7 +41,8 @@ class APGLoss(LossModule):
         reduction: "mean" (default) or "sum" over environments, or "none": one value per environment, ``[*batch]``.
 
     Raises:
-        ValueError: for a setting out of range, rewards that are not ``[*batch, T, 1]``, or rewards without gradient.
+        ValueError: for a setting out of range, rewards that are not ``[*batch, T, 1]`` or carry no gradient, or a policy
+            without a distribution.
 
     Source: the differentiable trainer of EmbodiChain. It averages the entropy over time while it sums the rewards; here
     both are sums.
@@ -92,6 +93,11 @@ class APGLoss(LossModule):
         ):
             if not good:
                 raise ValueError(f"APGLoss needs {name} {wanted}, got {value!r}.")
+        if not hasattr(actor_network, "get_dist"):
+            raise ValueError(
+                f"APGLoss needs a probabilistic policy such as gaussian_actor's, got {type(actor_network).__name__}. "
+                "To act by its mean, collect with exploration_type=DETERMINISTIC."
+            )
         super().__init__()
         self.actor_network = actor_network
         self.gamma, self.mode, self.reduction = gamma, mode, reduction
@@ -193,7 +199,9 @@ class APGLoss(LossModule):
                 return -distribution.log_prob(distribution.rsample())
 
     def _reduce(self, values: Tensor) -> Tensor:
-        return {"mean": values.mean, "sum": values.sum, "none": values.clone}[self.reduction]()
+        if self.reduction == "none":
+            return values
+        return values.mean() if self.reduction == "mean" else values.sum()
 
 
 def _steps_since_done(done: Tensor) -> Tensor:

@@ -80,8 +80,8 @@ class APGConfig(Config):
             )
         if self.mode == "complete" and horizon is not None:
             raise refuse(
-                f"update_horizon {horizon} is for mode 'segment'; in mode 'complete' set segment_length to the steps of "
-                "a rollout and rollouts_per_update to their number"
+                f"update_horizon {horizon} is for mode 'segment'; in mode 'complete' set segment_length to the steps "
+                "of a rollout and rollouts_per_update to their number"
             )
         if horizon is not None and horizon % length:
             near = max(round(horizon / length), 1) * length
@@ -91,7 +91,7 @@ class APGConfig(Config):
             )
         if self.deterministic and self.entropy_coeff > 0:
             raise refuse(
-                f"entropy_coeff {self.entropy_coeff:g} would widen a noise that deterministic collection never samples; "
-                "set one of the two"
+                f"entropy_coeff {self.entropy_coeff:g} would widen a noise that deterministic collection never "
+                "samples; set one of the two"
             )
         return self

@@ -49,8 +49,8 @@ class CartPoleSwingUp(TensorStateEnv):
     take 0.5 rad, ``x`` within 0.5 m, velocities within 0.1, all uniform.
 
     Keys, for ``N`` environments: ``observation`` ``[N, 5]`` = x, x_dot, cos theta, sin theta, theta_dot; ``action``
-    ``[N, 1]`` in ``[-1, 1]``, clamped here when it is outside (gradient zero there); ``metrics``, each ``[N, 1]``, since
-    the row's last reset, without gradient, zero at reset: ``upright_time`` (seconds with ``cos theta > 0.95``),
+    ``[N, 1]`` in ``[-1, 1]``, clamped here when it is outside (gradient zero there); ``metrics``, each ``[N, 1]``,
+    since the row's last reset, without gradient, zero at reset: ``upright_time`` (seconds with ``cos theta > 0.95``),
     ``hold_time`` (of them, the unbroken ones up to now) and ``success`` (1.0 when ``hold_time`` is 2 s or more).
 
     Args:

@@ -205,7 +205,8 @@ class GradientStep:
         values = ", ".join(f"{name}={value.item():.4g}" for name, value in terms.items())
         raise FloatingPointError(
             f"Non-finite {what} ({values}) in update {self.updates}. No parameter was changed. Look for an exploding "
-            "reward or value target, lower the learning rate, or set on_nonfinite='skip' to drop such updates and count them."
+            "reward or value target, lower the learning rate, or set on_nonfinite='skip' to drop such updates and "
+            "count them."
         )
 
     def restart_schedule(self, name: str, lr: float, remaining_updates: int, **kwargs: Any) -> None:
