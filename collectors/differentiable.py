@@ -119,7 +119,8 @@ class DifferentiableCollector:
         action_key: the action the policy writes. Default "action".
 
     Raises:
-        ValueError: an environment without ``detach_state``, ``steps`` below 1, or a scheduled environment without ``reset_at_each_iter``.
+        ValueError: an environment without ``detach_state``, ``steps`` below 1, or a scheduled environment without
+            ``reset_at_each_iter``.
         RuntimeError: when collecting without autograd, or from a policy or an environment that cuts the graph.
 
     Source: the differentiable trainer of EmbodiChain; adjoint clipping and the segments are its.

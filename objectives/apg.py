@@ -41,8 +41,8 @@ class APGLoss(LossModule):
         reduction: "mean" (default) or "sum" over environments, or "none": one value per environment, ``[*batch]``.
 
     Raises:
-        ValueError: for a setting out of range, rewards that are not ``[*batch, T, 1]`` or carry no gradient, or a policy
-            without a distribution.
+        ValueError: for a setting out of range, rewards that are not ``[*batch, T, 1]`` or carry no gradient, or a
+            policy without a distribution.
 
     Source: the differentiable trainer of EmbodiChain. It averages the entropy over time while it sums the rewards; here
     both are sums.
