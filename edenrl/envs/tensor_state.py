@@ -42,7 +42,7 @@ class TensorStateEnv(EnvBase):
         >>> env = CartPoleSwingUp(2, seed=0)
         >>> saved = env.state_dict()
         >>> first = env.reset()["observation"]
-        >>> env.load_state_dict(saved)
+        >>> _ = env.load_state_dict(saved)
         >>> bool((env.reset()["observation"] == first).all())
         True
     """

@@ -149,6 +149,7 @@ class GradientStep:
         pending, self._pending = self._pending, []
         terms = {name: torch.stack([entry[name] for entry in pending]).sum() for name in pending[0] if name != "kl"}
         loss = terms.pop("loss")
+        kl = torch.stack([entry["kl"] for entry in pending]).mean() if "kl" in pending[0] else None
         adaptive = self.lr_schedule if isinstance(self.lr_schedule, KLAdaptiveLR) else None
         if self.scaler.is_enabled():
             for optimizer in self.optimizers.values():
@@ -169,8 +170,8 @@ class GradientStep:
             self.skipped_large += 1
         else:
             self._skipped_in_a_row = 0
-            if adaptive is not None:
-                adaptive.step(torch.stack([entry["kl"] for entry in pending]).mean())
+            if adaptive is not None and kl is not None:
+                adaptive.step(kl)
             for name, params in self.groups.items():
                 if (largest := self.max_grad_norm[name]) is not None:
                     clip_grads_with_norm_(params, largest, norms[name])
