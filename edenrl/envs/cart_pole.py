@@ -42,8 +42,11 @@ class CartPoleSwingUp(TensorStateEnv):
     The reward is smooth, at most 1, and there are no walls: a step that ends in ``(x, x_dot, theta, theta_dot)`` pays
 
     ```
-    (1 + cos theta) / 2 - 0.1 x^2 - 0.01 x_dot^2 - 0.002 theta_dot^2 - 0.005 a^2
+    (1 + cos theta) / 4 + exp(-(1 - cos theta) / 0.1 - theta_dot^2 / 8) / 2
+        - 0.05 x^2 - 0.005 x_dot^2 - 0.002 theta_dot^2 - 0.005 a^2
     ```
+
+    The second term makes standing still at the top worth more than swinging through it.
 
     Nothing terminates; ``truncated`` is "``max_steps`` steps taken". Rows start hanging still: ``theta = pi`` give or
     take 0.5 rad, ``x`` within 0.5 m, velocities within 0.1, all uniform.
@@ -154,9 +157,10 @@ class CartPoleSwingUp(TensorStateEnv):
         x, theta = state["x"] + _DT * x_dot, state["theta"] + _DT * theta_dot
 
         reward = (
-            0.5 * (1.0 + theta.cos())
-            - 0.1 * x.square()
-            - 0.01 * x_dot.square()
+            0.25 * (1.0 + theta.cos())
+            + 0.5 * torch.exp(-(1.0 - theta.cos()) / 0.1 - theta_dot.square() / 8.0)
+            - 0.05 * x.square()
+            - 0.005 * x_dot.square()
             - 0.002 * theta_dot.square()
             - 0.005 * action.square()
         )

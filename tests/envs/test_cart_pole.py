@@ -59,7 +59,8 @@ def test_matches_the_equations_of_motion_past_ends_and_partial_resets() -> None:
             x_dot, theta_dot = x_dot + 0.02 * acceleration, theta_dot + 0.02 * angular
             x, theta = x + 0.02 * x_dot, theta + 0.02 * theta_dot
             np.testing.assert_allclose(after[i], [x, x_dot, math.cos(theta), math.sin(theta), theta_dot], atol=1e-12)
-            reward = (1 + math.cos(theta)) / 2 - 0.1 * x**2 - 0.01 * x_dot**2 - 0.002 * theta_dot**2 - 0.005 * a**2
+            reward = (1 + math.cos(theta)) / 4 + math.exp(-(1 - math.cos(theta)) / 0.1 - theta_dot**2 / 8) / 2
+            reward -= 0.05 * x**2 + 0.005 * x_dot**2 + 0.002 * theta_dot**2 + 0.005 * a**2
             assert data["next", "reward"][i].item() == pytest.approx(reward, abs=1e-12)
             if data["next", "done"][i] or (step == 4 and i == 1):
                 ends += 1
