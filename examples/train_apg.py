@@ -28,7 +28,7 @@ PRESETS = {
     ),
     "CartPoleSwingUp": dict(
         env=dict(num_envs=64),
-        algorithm=SMALL | dict(updates=1500, segment_length=32),
+        algorithm=SMALL | dict(updates=500, segment_length=64, activation="tanh"),
     ),
 }
 
