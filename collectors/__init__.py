@@ -1,6 +1,7 @@
 """Collection of experience."""
 
+from edenrl.collectors.differentiable import AdjointClip, DifferentiableCollector
 from edenrl.collectors.make import make_collector
 from edenrl.collectors.rollout import Collector
 
-__all__ = ["Collector", "make_collector"]
+__all__ = ["AdjointClip", "Collector", "DifferentiableCollector", "make_collector"]

@@ -100,7 +100,13 @@ def test_run_defaults() -> None:
             "reward_scale": 1.0,
             "action_mode": "clip",
         },
-        "evaluation": {"num_episodes": 20, "seed": 12345},
+        "evaluation": {
+            "num_episodes": 20,
+            "seed": 12345,
+            "interval_iterations": None,
+            "metric": "return_mean",
+            "mode": "max",
+        },
         "checkpoint": {"interval_iterations": None, "keep_last": 2},
         "logger": {"kind": "csv", "wandb_mode": "online", "project": "edenrl"},
     }
@@ -142,6 +148,8 @@ def test_every_field_has_a_description() -> None:
         ("env.action_mode", "none", ["tanh"]),
         ("evaluation.num_episodes", 1, [0]),
         ("evaluation.seed", 0, [-1]),
+        ("evaluation.interval_iterations", 1, [0]),
+        ("evaluation.mode", "min", ["largest"]),
         ("checkpoint.interval_iterations", 1, [0]),
         ("checkpoint.keep_last", 1, [0]),
         ("logger.kind", "wandb", ["mlflow"]),

@@ -4,6 +4,7 @@ Every value is checked where it enters, and a mistake is answered with the dotte
 given and what to change. This package does not import torch.
 """
 
+from edenrl.config.apg import APGConfig
 from edenrl.config.base import Config
 from edenrl.config.cli import load_config, parse_cli, read_config, save_config
 from edenrl.config.grpo import GRPOConfig
@@ -13,6 +14,7 @@ from edenrl.config.run import CheckpointConfig, EnvConfig, EvaluationConfig, Log
 from edenrl.config.simba import SimbaPPOConfig
 
 __all__ = [
+    "APGConfig",
     "CheckpointConfig",
     "Config",
     "EnvConfig",

@@ -10,6 +10,7 @@ from edenrl.config.run import RunConfig
 # Everything else is part of the state that is restored, or of the problem that was learned.
 _FREE = (
     "total_frames",
+    "algorithm.updates",
     "resume",
     "run_dir",
     "export",

@@ -61,6 +61,12 @@ class EvaluationConfig(Config):
     """Finished episodes per evaluation."""
     seed: Seed = 12345
     """Seed of the evaluation environments, apart from the training seed."""
+    interval_iterations: Count | None = None
+    """Iterations between evaluations; None: at every checkpoint. Each is saved, so that the best can be kept."""
+    metric: Name = "return_mean"
+    """Evaluation metric that decides which checkpoint is the best, such as return_mean or success_rate."""
+    mode: Literal["max", "min"] = "max"
+    """Whether the largest or the smallest metric is the best."""
 
 
 class CheckpointConfig(Config):

@@ -1,11 +1,14 @@
 """Environments: a registry, Gymnasium vectors, adapters, transforms, and the built-in tasks."""
 
+from edenrl.envs.cart_pole import CartPoleSwingUp
+from edenrl.envs.differentiable import DifferentiableEnv, RolloutPlan, ScheduledEnv
 from edenrl.envs.groups import SameStateGroups, assert_same_start, repeat_in_groups, set_group_size
 from edenrl.envs.gym import GymVectorEnv, make_gym_env
 from edenrl.envs.learning_env import DifferentiableVecEnv, LearningEnvAdapter, LearningVecEnv
 from edenrl.envs.point_mass import PointMass
 from edenrl.envs.registry import make_env, register_env, registered_envs
 from edenrl.envs.self_resetting import SelfResettingEnv
+from edenrl.envs.tensor_state import TensorStateEnv
 from edenrl.envs.transforms import (
     ActionMode,
     ClipAction,
@@ -19,7 +22,9 @@ from edenrl.envs.vec_env import VecEnvAdapter, as_vec_env
 
 __all__ = [
     "ActionMode",
+    "CartPoleSwingUp",
     "ClipAction",
+    "DifferentiableEnv",
     "DifferentiableVecEnv",
     "FillFinalObservation",
     "FreshTensors",
@@ -27,8 +32,11 @@ __all__ = [
     "LearningEnvAdapter",
     "LearningVecEnv",
     "PointMass",
+    "RolloutPlan",
     "SameStateGroups",
+    "ScheduledEnv",
     "SelfResettingEnv",
+    "TensorStateEnv",
     "VecEnvAdapter",
     "action_box",
     "action_saturation",
@@ -44,3 +52,4 @@ __all__ = [
 ]
 
 register_env("PointMass", PointMass, override=True)
+register_env("CartPoleSwingUp", CartPoleSwingUp, override=True)

@@ -27,7 +27,10 @@ class GradientStep:
 
     A call sums the ``loss_*`` entries, runs one backward, checks that every gradient is finite, clips each parameter
     group on its own norm, adapts the learning rate and steps. Metrics come back as tensors: move them to the host once
-    per iteration. The check reads one boolean per call, a KL-adaptive schedule one number more (free on CPU).
+    per iteration. The check reads two booleans per call, a KL-adaptive schedule one number more (free on CPU).
+
+    A call is ``backward`` and then ``step``. Call them apart to accumulate the gradient of several losses, as rollouts
+    that are differentiated segment by segment need.
 
     In processes that train together (``edenrl.distributed``) gradients, loss and KL are averaged over all of them, in
     one exchange per dtype and call and in a fixed order; a parameter without a gradient in some process counts as zero
@@ -42,11 +45,15 @@ class GradientStep:
             advance after it.
         kl_key: entry of the loss TensorDict with the mean KL.
         on_nonfinite: "raise" names the parameter; "skip" drops the update and counts it in ``skipped``.
+        max_norm_before_clip: drop the update, and count it in ``skipped_large``, when the gradient norm of a group is
+            above it; ``None`` (default) drops none. Above a useful ``max_grad_norm`` it finds exploded gradients, whose
+            direction means nothing.
         amp_dtype: reduced precision of ``autocast``; float16 also gets a gradient scaler.
 
     Raises:
         ValueError: for an optimizer parameter that no group declares, an unknown group, a clip norm that is not a
             positive number, or losses that are not scalars.
+        RuntimeError: for ``step`` without a ``backward`` before it.
         KeyError: for a KL-adaptive schedule without ``kl_key`` among the losses.
         FloatingPointError: for a non-finite gradient when ``on_nonfinite="raise"`` (with a gradient scaler, for twenty
             in a row: single overflows are how it finds its scale). Parameters are left as they were.
@@ -69,6 +76,7 @@ class GradientStep:
         lr_schedule: Any | None = None,
         kl_key: str = "kl",
         on_nonfinite: Literal["raise", "skip"] = "raise",
+        max_norm_before_clip: float | None = None,
         amp_dtype: torch.dtype | None = None,
     ) -> None:
         if on_nonfinite not in ("raise", "skip"):
@@ -95,13 +103,18 @@ class GradientStep:
         for name, norm in self.max_grad_norm.items():
             if norm is not None and not (isinstance(norm, (int, float)) and 0 < norm < math.inf):
                 raise ValueError(f"max_grad_norm of {name!r} must be a positive number or None, got {norm!r}.")
+        if max_norm_before_clip is not None and not 0 < max_norm_before_clip < math.inf:
+            raise ValueError(f"max_norm_before_clip must be a positive number or None, got {max_norm_before_clip!r}.")
         self.lr_schedule, self.kl_key, self.on_nonfinite = lr_schedule, kl_key, on_nonfinite
+        self.max_norm_before_clip = max_norm_before_clip
         self.amp_dtype = amp_dtype
         self.device_type = next(iter(self.groups.values()))[0].device.type
         self.scaler = torch.amp.GradScaler(self.device_type, enabled=amp_dtype == torch.float16)
-        self.skipped = 0
+        self.skipped = self.skipped_large = self.updates = 0
+        self.applied = False
         self._skipped_in_a_row = 0
         self._restarted: dict[str, Any] | None = None
+        self._pending: list[dict[str, Tensor]] = []
         self._names = names
 
     def autocast(self) -> contextlib.AbstractContextManager:
@@ -110,18 +123,46 @@ class GradientStep:
 
     def __call__(self, losses: TensorDictBase) -> dict[str, Tensor]:
         """Steps once; returns ``loss``, ``lr`` and ``grad_norm_<group>`` as detached scalars."""
-        terms = {name: value for name, value in losses.items() if str(name).startswith("loss_")}
+        self.backward(losses)
+        return self.step()
+
+    def backward(self, losses: TensorDictBase, scale: float = 1.0) -> dict[str, Tensor]:
+        """Adds the gradient of the summed ``loss_*``, times ``scale``, to what the next ``step`` applies.
+
+        It runs whatever the values are, so that a simulator's tape is released; ``step`` is what checks them.
+
+        Returns:
+            The entries of ``losses``, detached.
+        """
+        terms = {str(name): value for name, value in losses.items() if str(name).startswith("loss_")}
         if not terms or any(value.numel() != 1 for value in terms.values()):
             shapes = {name: tuple(value.shape) for name, value in terms.items()}
             raise ValueError(f"GradientStep needs scalar loss_* entries, got {shapes}. Use reduction='mean' or 'sum'.")
-        adaptive = self.lr_schedule if isinstance(self.lr_schedule, KLAdaptiveLR) else None
-        if adaptive is not None and losses.get(self.kl_key, None) is None:
+        kl = losses.get(self.kl_key, None)
+        if isinstance(self.lr_schedule, KLAdaptiveLR) and kl is None:
             raise KeyError(f"The KL-adaptive schedule needs {self.kl_key!r} among the losses; set kl_key to its name.")
-        loss = torch.stack([value.reshape(()) for value in terms.values()]).sum()
+        loss = torch.stack([value.reshape(()) for value in terms.values()]).sum() * scale
         self.scaler.scale(loss).backward()
-        loss, kl = loss.detach(), losses.get(self.kl_key, None)
+        detached = {name: value.detach() for name, value in losses.items()}
+        entries = {name: scale * detached[name].reshape(()) for name in terms}
+        self._pending.append({**entries, "loss": loss.detach(), **({} if kl is None else {"kl": kl.detach()})})
+        return detached
+
+    def step(self) -> dict[str, Tensor]:
+        """Checks, clips and applies the accumulated gradient; ``applied`` says whether the parameters changed.
+
+        Returns:
+            ``loss`` (the sum of what was accumulated), ``lr`` and ``grad_norm_<group>`` as detached scalars.
+        """
+        if not self._pending:
+            raise RuntimeError("GradientStep.step() has no gradient to apply: call backward(losses) first.")
+        pending, self._pending = self._pending, []
+        terms = {name: torch.stack([entry[name] for entry in pending]).sum() for name in pending[0] if name != "kl"}
+        loss = terms.pop("loss")
+        kl = torch.stack([entry["kl"] for entry in pending]).mean() if "kl" in pending[0] else None
+        adaptive = self.lr_schedule if isinstance(self.lr_schedule, KLAdaptiveLR) else None
         if _several_processes():
-            loss, kl = self._average_processes(loss, loss.new_tensor(0.0) if kl is None else kl.detach())
+            loss, kl = self._average_processes(loss, loss.new_tensor(0.0) if kl is None else kl)
         if self.scaler.is_enabled():
             for optimizer in self.optimizers.values():
                 self.scaler.unscale_(optimizer)
@@ -130,11 +171,18 @@ class GradientStep:
         }
         metrics = {"loss": loss, **{f"grad_norm_{name}": norm for name, norm in norms.items()}}
         # A loss can be NaN while every gradient is finite (a masked term), so it is part of the check.
-        if not bool(torch.stack([loss, *norms.values()]).isfinite().all()):
+        checked = torch.stack([loss, *norms.values()])
+        large = checked[1:].max() > (self.max_norm_before_clip or math.inf)
+        finite, too_large = torch.stack([checked.isfinite().all(), large]).tolist()
+        self.updates += 1
+        self.applied = finite and not too_large
+        if not finite:
             self._drop_update(terms)
+        elif too_large:
+            self.skipped_large += 1
         else:
             self._skipped_in_a_row = 0
-            if adaptive is not None:
+            if adaptive is not None and kl is not None:
                 adaptive.step(kl)
             for name, params in self.groups.items():
                 if (largest := self.max_grad_norm[name]) is not None:
@@ -189,8 +237,9 @@ class GradientStep:
             what += " in at least one process"
         values = ", ".join(f"{name}={value.item():.4g}" for name, value in terms.items())
         raise FloatingPointError(
-            f"Non-finite {what} ({values}). No parameter was changed. Look for an exploding reward or value "
-            "target, lower the learning rate, or set on_nonfinite='skip' to drop such updates and count them."
+            f"Non-finite {what} ({values}) in update {self.updates}. No parameter was changed. Look for an exploding "
+            "reward or value target, lower the learning rate, or set on_nonfinite='skip' to drop such updates and "
+            "count them."
         )
 
     def restart_schedule(self, name: str, lr: float, remaining_updates: int, **kwargs: Any) -> None:
@@ -211,8 +260,13 @@ class GradientStep:
         self._restarted = {"name": name, "lr": lr, "remaining_updates": remaining_updates, **kwargs}
 
     def state_dict(self) -> dict[str, Any]:
-        """Skip counter, gradient scale and learning-rate schedule (the optimizers are saved on their own)."""
-        state: dict[str, Any] = {"skipped": self.skipped, "scaler": self.scaler.state_dict()}
+        """Counters, gradient scale and learning-rate schedule (the optimizers are saved on their own)."""
+        state: dict[str, Any] = {
+            "skipped": self.skipped,
+            "skipped_large": self.skipped_large,
+            "updates": self.updates,
+            "scaler": self.scaler.state_dict(),
+        }
         if self.lr_schedule is not None:
             state |= {"lr_schedule": self.lr_schedule.state_dict(), "kind": type(self.lr_schedule).__name__}
         if self._restarted is not None:
@@ -231,7 +285,8 @@ class GradientStep:
             self.restart_schedule(**state["restarted"])
             for group, rate in zip(groups, rates, strict=True):  # the optimizer's state says where the schedule stands
                 group["lr"] = rate
-        self.skipped = state["skipped"]
+        self.skipped, self.updates = state["skipped"], state["updates"]
+        self.skipped_large = state["skipped_large"]
         self.scaler.load_state_dict(state["scaler"])
         if self.lr_schedule is not None and state.get("kind") == type(self.lr_schedule).__name__:
             self.lr_schedule.load_state_dict(state["lr_schedule"])

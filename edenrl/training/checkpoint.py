@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -54,7 +54,8 @@ class Checkpoints:
         components: what a checkpoint holds: modules, optimizers, anything with ``state_dict``/``load_state_dict``.
         algorithm: name that a checkpoint is stamped with.
         keep_last: how many of the newest to keep.
-        best_metric: metadata entry by which the best one is kept (largest wins).
+        best_metric: metadata entry by which the best one is kept.
+        best_mode: "max" (default) keeps the largest, "min" the smallest.
 
     Examples:
         >>> import tempfile
@@ -74,9 +75,11 @@ class Checkpoints:
         algorithm: str,
         keep_last: int = 2,
         best_metric: str = "return_mean",
+        best_mode: Literal["max", "min"] = "max",
     ) -> None:
         self.components, self.algorithm, self.best_metric = dict(components), algorithm, best_metric
-        self.rotation = _Rotation(directory, keep_last=keep_last, keep_best=(best_metric, "max"))
+        self.best_mode = best_mode
+        self.rotation = _Rotation(directory, keep_last=keep_last, keep_best=(best_metric, best_mode))
         self._checkpoint = Checkpoint()
         for name, component in self.components.items():
             # One file a component and no pickle; the default writes a file per tensor.
@@ -93,8 +96,10 @@ class Checkpoints:
                             f"{name}.{key} is not finite; nothing was saved and {self.latest() or 'no checkpoint'} "
                             "is the newest good state."
                         )
-        layout = {"algorithm": self.algorithm, "layout": _layout(self.components), "step": step}
-        return self.rotation.save(self._checkpoint, step=step, metadata={**metadata, **layout})
+        # What "best" means travels along: a reader of the folder has no configuration.
+        own = {"algorithm": self.algorithm, "layout": _layout(self.components), "step": step}
+        own["best"] = [self.best_metric, self.best_mode]
+        return self.rotation.save(self._checkpoint, step=step, metadata={**metadata, **own})
 
     def load(self, path: str | Path | None = None) -> dict[str, Any]:
         """Restores the newest checkpoint, or the one at ``path``, and returns its metadata.
@@ -143,8 +148,8 @@ def load_policy_weights(policy: nn.Module, run_dir: str | Path, which: str = "be
     Args:
         policy: a policy built from the run's ``config.json``.
         run_dir: the run directory.
-        which: "best" (by evaluation return; the newest if none was evaluated), "latest", a checkpoint's path, or its
-            name in the run's ``checkpoints/``.
+        which: "best" (by the run's ``evaluation.metric``; the newest if none was evaluated), "latest", a checkpoint's
+            path, or its name in the run's ``checkpoints/``.
 
     Returns:
         The path of the checkpoint that was read.
@@ -153,18 +158,21 @@ def load_policy_weights(policy: nn.Module, run_dir: str | Path, which: str = "be
         FileNotFoundError: for a run without checkpoints, or without the one that was named (listing what there is).
         CheckpointError: for another architecture, naming the first difference.
     """
-    rotation = _Rotation(Path(run_dir) / "checkpoints", keep_last=1, keep_best=("return_mean", "max"))
-    if which not in ("best", "latest"):
+    rotation = _Rotation(Path(run_dir) / "checkpoints", keep_last=1)
+    if which in ("best", "latest"):
+        path = rotation.latest()
+        if which == "best" and path is not None:
+            metric, mode = Checkpoint.manifest(path)["metadata"]["best"]
+            path = _Rotation(rotation.directory, keep_last=1, keep_best=(metric, mode)).best() or path
+    else:
         given = Path(which).expanduser()
-        path: Path | None = next((p for p in (given, rotation.directory / given) if Checkpoint.is_checkpoint(p)), None)
+        path = next((p for p in (given, rotation.directory / given) if Checkpoint.is_checkpoint(p)), None)
         if path is None:
             there = ", ".join(sorted(p.name for p in rotation.directory.glob(f"{rotation.prefix}-*"))) or "nothing"
             raise FileNotFoundError(
                 f"{which} is no checkpoint, neither as a path nor in {rotation.directory}, which holds {there}. Give "
                 "one of these, 'best' or 'latest'."
             )
-    else:
-        path = (rotation.best() if which == "best" else None) or rotation.latest()
     if path is None:
         raise FileNotFoundError(f"{run_dir} has no checkpoint yet: the run was stopped before its first one.")
     saved = Checkpoint.manifest(path)["metadata"]["layout"]

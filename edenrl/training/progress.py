@@ -44,6 +44,7 @@ class Progress:
         done: frames done before this process started.
         quiet: show nothing (the file is still written).
         shown: metrics worth a person's glance, by column name and label.
+        unit: what is counted, "frames" by default.
     """
 
     def __init__(
@@ -54,9 +55,10 @@ class Progress:
         *,
         quiet: bool = False,
         shown: Mapping[str, str] | None = None,
+        unit: str = "frames",
     ) -> None:
         self.path, self.total, self.done, self.start = path, total, done, done
-        self.quiet, self.shown = quiet, shown or {}
+        self.quiet, self.shown, self.unit = quiet, shown or {}, unit
         self.bar = None
         if not quiet and sys.stderr.isatty():
             # Some pseudo-terminals report no size, and tqdm then draws nothing.
@@ -64,7 +66,7 @@ class Progress:
             self.bar = tqdm(
                 total=total,
                 initial=done,
-                unit="frame",
+                unit=unit.removesuffix("s"),
                 unit_scale=True,
                 dynamic_ncols=wide,
                 ncols=None if wide else 100,
@@ -91,7 +93,9 @@ class Progress:
         elif not self.quiet and now - self._wrote_line >= _SECONDS_PER_LINE:
             self._wrote_line = now
             left = _duration((self.total - done) / max(self.rate, 1e-9))
-            print(f"{done:,} / {self.total:,} frames, {self.rate:,.0f}/s, {left} left, {self._glance()}", flush=True)
+            print(
+                f"{done:,} / {self.total:,} {self.unit}, {self.rate:,.0f}/s, {left} left, {self._glance()}", flush=True
+            )
         if now - self._wrote_file >= _SECONDS_PER_FILE:
             self._wrote_file = now
             self.write("running")

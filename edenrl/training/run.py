@@ -152,7 +152,9 @@ class Run:
             and counters are added.
         iterations: iterations of the whole run.
         frames_per_iteration: environment steps per iteration, all environments of this process together.
-        evaluate: returns evaluation metrics; ``return_mean`` decides which checkpoint is the best.
+        evaluate: returns evaluation metrics; ``cfg.evaluation.metric`` decides which checkpoint is the best.
+        unit: what ``frames_per_iteration`` counts, for display. With "updates" and 1 a run has a budget in updates; log
+            the environment steps as ``frames``.
 
     Examples:
         ``examples/train_ppo.py`` is one; its loop is ``with run: for iteration in run: ...; run.log(metrics)``.
@@ -167,6 +169,7 @@ class Run:
         iterations: int,
         frames_per_iteration: int,
         evaluate: Callable[[], dict[str, float]] | None = None,
+        unit: str = "frames",
     ) -> None:
         workers = [getattr(component, "num_workers", None) for component in components.values()]
         if cfg.collector != "single" and cfg.num_workers not in workers:
@@ -174,7 +177,9 @@ class Run:
                 f"This script collects in one process, not with {cfg.collector!r}. Set --collector single."
             )
         self.cfg, self.algorithm, self.iterations = cfg, algorithm, iterations
-        self.frames_per_iteration, self._evaluate = frames_per_iteration * distributed.world_size(), evaluate
+        # Updates are taken together, frames by each process for itself.
+        processes = distributed.world_size() if unit == "frames" else 1
+        self.frames_per_iteration, self._evaluate, self.unit = frames_per_iteration * processes, evaluate, unit
         self._leads = distributed.rank() == 0
         stamp = distributed.from_first(time.strftime("%Y%m%d-%H%M%S"))
         env_name = "".join(c if c.isalnum() or c in "-_." else "_" for c in cfg.env.name)
@@ -192,8 +197,11 @@ class Run:
             {**components, "run": self, **self._own},
             algorithm=algorithm,
             keep_last=cfg.checkpoint.keep_last,
+            best_metric=cfg.evaluation.metric,
+            best_mode=cfg.evaluation.mode,
         )
         self.interval = cfg.checkpoint.interval_iterations or max(iterations // 10, 1)
+        self.evaluation_interval = cfg.evaluation.interval_iterations or self.interval
         self._stop: str | None = None
         self._lock: IO[str] | None = None
         self._handlers: dict[int, Any] = {}
@@ -269,6 +277,7 @@ class Run:
             self.iteration * self.frames_per_iteration,
             quiet=cfg.quiet,
             shown={"episode/return": "return", "episode/success_rate": "success", "eval/return_mean": "evaluated"},
+            unit=self.unit,
         )
         if resumed:
             self.progress.say(f"Resumed {self.dir} at iteration {self.iteration} of {self.iterations}.")
@@ -324,8 +333,9 @@ class Run:
     def _finish_iteration(self) -> None:
         self.iteration += 1
         last = self.iteration == self.iterations
-        due = last or self.iteration % self.interval == 0
-        if due and self._evaluate is not None and self._leads:
+        evaluated = self._evaluate is not None and (last or self.iteration % self.evaluation_interval == 0)
+        due = last or evaluated or self.iteration % self.interval == 0
+        if evaluated and self._evaluate is not None and self._leads:
             self.evaluation = self._evaluate()
             self._row.update({f"eval/{name}": value for name, value in self.evaluation.items()})
         # One exchange for the metrics and for the decision to stop, which all processes must take together.
@@ -337,7 +347,7 @@ class Run:
         seconds = self.elapsed + time.monotonic() - self._began
         self.logger.write(self.iteration - 1, {"frames": frames, "seconds": round(seconds, 2), **self._row})
         if due or self._ending:
-            self._save(evaluated=due)
+            self._save(evaluated)
         self.progress.update(frames, self._row)
 
     def _save(self, evaluated: bool) -> None:
@@ -345,8 +355,11 @@ class Run:
             component.collect()
         if not self._leads:
             return
-        score = self.evaluation.get("return_mean", math.nan) if evaluated else math.nan
-        metric = {} if math.isnan(score) else {"return_mean": score}
+        name = self.cfg.evaluation.metric
+        if evaluated and name not in self.evaluation:
+            raise ValueError(f"evaluation.metric is {name!r}; this evaluation measures {sorted(self.evaluation)}.")
+        score = self.evaluation[name] if evaluated else math.nan
+        metric = {} if math.isnan(score) else {name: score}
         frames = self.iteration * self.frames_per_iteration
         self.checkpoints.save(self.iteration, frames=frames, processes=distributed.world_size(), **metric)
 
@@ -400,8 +413,8 @@ class Run:
         seconds = self.elapsed + time.monotonic() - self._began
         frames = self.iteration * self.frames_per_iteration
         rows: dict[str, Any] = {
-            "frames": f"{frames:,} of {self.iterations * self.frames_per_iteration:,}",
-            "wall time": f"{seconds:.0f} s ({self.progress.rate:,.0f} frames/s)",
+            self.unit: f"{frames:,} of {self.iterations * self.frames_per_iteration:,}",
+            "wall time": f"{seconds:.0f} s ({self.progress.rate:,.0f} {self.unit}/s)",
         }
         result = self.evaluation
         if result:

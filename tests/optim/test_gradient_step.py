@@ -247,3 +247,56 @@ def test_metrics_stand_on_the_device_of_the_loss():
     metrics = GradientStep(loss, torch.optim.SGD(loss.parameters(), lr=0.1))(loss())
     assert {value.device.type for value in metrics.values()} == {"cpu"}
     assert all(isinstance(value, torch.Tensor) and value.ndim == 0 for value in metrics.values())
+
+
+def test_accumulated_gradients_are_one_update():
+    loss = TwoGroups()
+    step = GradientStep(loss, torch.optim.SGD(loss.parameters(), lr=0.1), max_grad_norm={"actor": 1.0})
+    first = step.backward(loss(), scale=0.5)
+    assert loss.a.item() == 1.0 and not first["loss_a"].requires_grad and first["metric"].item() == 7.0
+    step.backward(loss(scale=3.0), scale=0.5)
+    metrics = step.step()
+    # 0.5 * (3 + 4) + 0.5 * (9 + 4) = 10; d/da = 0.5 * (3 + 9) = 6, d/db = 0.5 * (4 + 4) = 4.
+    assert metrics["loss"].item() == 10.0
+    assert (metrics["grad_norm_actor"].item(), metrics["grad_norm_critic"].item()) == (6.0, 4.0)
+    assert loss.a.item() == pytest.approx(0.9, abs=1e-6) and loss.b.item() == pytest.approx(0.6)
+    assert step.applied and step.updates == 1
+    with pytest.raises(RuntimeError, match=r"call backward\(losses\) first"):
+        step.step()
+
+
+def test_one_bad_loss_among_several_drops_the_update():
+    loss = TwoGroups()
+    step = GradientStep(loss, torch.optim.SGD(loss.parameters(), lr=0.1), on_nonfinite="skip")
+    step.backward(loss(scale=torch.tensor(float("nan"))))
+    step.backward(loss())
+    step.step()
+    assert (loss.a.item(), loss.b.item(), step.skipped, step.applied) == (1.0, 1.0, 1, False)
+    step(loss())  # nothing of it is left
+    assert (loss.a.item(), loss.b.item()) == pytest.approx((0.7, 0.6)) and step.applied
+
+
+def test_a_gradient_beyond_use_is_dropped_and_counted_apart():
+    loss = TwoGroups()
+    optimizer = torch.optim.SGD(loss.parameters(), lr=0.1)
+    schedule = make_lr_schedule("linear", optimizer, 10)
+    step = GradientStep(loss, optimizer, lr_schedule=schedule, max_grad_norm=1.0, max_norm_before_clip=5.0)
+    metrics = step(loss(scale=2.0))
+    assert metrics["grad_norm_actor"].item() == 6.0
+    assert (loss.a.item(), loss.b.item()) == (1.0, 1.0) and optimizer.param_groups[0]["lr"] == 0.1
+    assert (step.skipped, step.skipped_large, step.applied) == (0, 1, False)
+    step(loss())  # 3 and 4: within it
+    assert step.applied and loss.a.item() == pytest.approx(0.9, abs=1e-6)
+    other = GradientStep(loss, optimizer, lr_schedule=schedule, max_norm_before_clip=5.0)
+    other.load_state_dict(step.state_dict())
+    assert (other.skipped_large, other.updates) == (1, 2)
+    with pytest.raises(ValueError, match="max_norm_before_clip must be a positive number or None, got 0"):
+        GradientStep(loss, optimizer, max_norm_before_clip=0)
+
+
+def test_the_error_names_the_update():
+    loss = TwoGroups()
+    step = GradientStep(loss, torch.optim.SGD(loss.parameters(), lr=0.1))
+    step(loss())
+    with pytest.raises(FloatingPointError, match=r"Non-finite gradient in a \(.*\) in update 2\."):
+        step(loss(scale=torch.tensor(float("inf"))))

@@ -7,7 +7,7 @@ import torch
 from tensordict import TensorDict
 
 from edenrl.config import RunConfig
-from edenrl.training import Run, average, read_metrics, rollout_metrics, run_script, setup
+from edenrl.training import Run, average, load_policy_weights, read_metrics, rollout_metrics, run_script, setup
 
 
 def test_average_leaves_out_what_a_dropped_update_left():
@@ -175,3 +175,57 @@ def test_a_script_without_workers_refuses_the_flag_that_asks_for_them(tmp_path):
     cfg = RunConfig(run_dir=str(tmp_path / "run"), collector="multi_sync")
     with pytest.raises(ValueError, match="Set --collector single"):
         Run(cfg, "Nothing", dict(policy=torch.nn.Linear(1, 1)), iterations=1, frames_per_iteration=1)
+
+
+def run_with_scores(tmp_path, scores, **sections):
+    """A run of as many iterations as there are scores; its evaluation reports the score and its return."""
+    net = torch.nn.Linear(1, 1)
+    cfg = RunConfig(run_dir=str(tmp_path / "run"), quiet=True, **sections)
+
+    def evaluate():
+        done.append(run.iteration)
+        net.bias.data.fill_(run.iteration)
+        names = ("return_mean", "return_std", "return_median", "return_min", "return_max", "length_mean", "episodes")
+        return {**dict.fromkeys(names, float(run.iteration)), "distance": scores[run.iteration - 1]}
+
+    done = []
+    run = Run(cfg, "Scored", dict(policy=net), iterations=len(scores), frames_per_iteration=2, evaluate=evaluate)
+    with run:
+        for _ in run:
+            pass
+    return done, net
+
+
+@pytest.mark.parametrize(("metric", "mode", "best"), [("distance", "min", 4), ("distance", "max", 2), (None, None, 8)])
+def test_the_best_checkpoint_is_chosen_by_the_metric_that_was_named(tmp_path, metric, mode, best):
+    options = {"interval_iterations": 2} | ({} if metric is None else {"metric": metric, "mode": mode})
+    scores = [9.0, 5.0, 0.0, 1.0, 9.0, 2.0, 9.0, 3.0]
+    done, net = run_with_scores(tmp_path, scores, evaluation=options, checkpoint={"interval_iterations": 3})
+    assert done == [2, 4, 6, 8]
+    path = load_policy_weights(net, tmp_path / "run", "best")
+    assert net.bias.item() == best and path.name.endswith(f"{best:012d}")
+    table = read_metrics(tmp_path / "run" / "metrics.csv")
+    assert [row["iteration"] for row in table if "eval/distance" in row] == [1, 3, 5, 7]
+
+
+def test_saving_and_evaluating_have_intervals_of_their_own(tmp_path):
+    options = dict(evaluation={"interval_iterations": 4}, checkpoint={"interval_iterations": 3, "keep_last": 9})
+    run_with_scores(tmp_path, [1.0] * 8, **options)
+    saved = sorted(int(path.name.split("-")[1]) for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert saved == [3, 4, 6, 8]
+
+
+def test_an_unknown_metric_lists_what_there_is(tmp_path):
+    with pytest.raises(ValueError, match=r"evaluation.metric is 'succes'; this evaluation measures \['distance'"):
+        run_with_scores(tmp_path, [1.0], evaluation={"metric": "succes"})
+
+
+def test_a_budget_in_updates(tmp_path, capsys):
+    cfg = RunConfig(run_dir=str(tmp_path / "run"))
+    net = torch.nn.Linear(1, 1)
+    with Run(cfg, "Nothing", dict(policy=net), iterations=3, frames_per_iteration=1, unit="updates") as run:
+        for iteration in run:
+            run.log({"frames": 100 * (iteration + 1)})
+    assert [row["frames"] for row in read_metrics(tmp_path / "run" / "metrics.csv")] == [100, 200, 300]
+    out = capsys.readouterr().out
+    assert "3 of 3" in out and "updates/s" in out and "frames" not in out

@@ -1,0 +1,97 @@
+"""Configuration of APG."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from edenrl.config.base import Config, Count, Fraction, Groups, NonNegative, Positive, refuse
+
+
+class APGConfig(Config):
+    """Analytic policy gradient hyper-parameters.
+
+    Defaults follow the differentiable trainer of EmbodiChain.
+    """
+
+    name: Literal["APG"] = "APG"
+    """The algorithm; names the trainer script that rebuilds a run from its config.json."""
+    mode: Literal["segment", "complete"] = "segment"
+    """segment: episodes go on from one segment to the next; complete: every rollout starts from a reset."""
+    segment_length: Count = 16
+    """Steps per segment, the longest path a gradient takes back in time; in complete mode, steps per rollout."""
+    update_horizon: Count | None = None
+    """Steps per update in segment mode, a multiple of segment_length; None: one segment."""
+    rollouts_per_update: Count = 1
+    """Independent rollouts averaged into one update in complete mode."""
+    updates: Count | None = None
+    """Budget in updates, instead of total_frames; environments that schedule their rollouts need it."""
+    gamma: Annotated[Positive, Field(le=1)] = 0.99
+    """Discount per step, in (0, 1]."""
+    entropy_coeff: NonNegative = 0.0
+    """Weight of the entropy bonus, which is discounted and summed like the rewards."""
+    lr: Positive = 2.5e-4
+    """Learning rate at the start."""
+    lr_schedule: Literal["constant", "linear", "cosine", "step", "exponential", "warmup_cosine"] = "constant"
+    """How the learning rate changes over the run."""
+    final_lr_fraction: Fraction = 0.0
+    """Where linear and cosine schedules end, as a fraction of lr."""
+    max_grad_norm: Positive = 0.5
+    """Largest gradient norm."""
+    max_grad_norm_before_clip: NonNegative = 0.0
+    """Skip updates whose gradient norm is above this, and count them; 0 turns it off."""
+    action_adjoint_max_norm: NonNegative = 0.0
+    """Largest norm of each environment's gradient at each action; 0 turns the bound off."""
+    skip_nonfinite: bool = True
+    """Skip updates with a NaN or infinite loss or gradient, and count them; false stops the run instead."""
+    actor_hidden: tuple[Count, ...] = (256, 128, 64)
+    """Widths of the actor's hidden layers, as 256,128,64."""
+    activation: Literal["elu", "relu", "tanh", "silu"] = "elu"
+    """Activation between hidden layers."""
+    init_std: Positive = 1.0
+    """Standard deviation of the action noise at the start."""
+    deterministic: bool = False
+    """Collect with the mean action instead of samples."""
+    normalize_observations: bool = True
+    """Normalize observations by their running mean and variance, frozen during each update."""
+    optimizer: Literal["adam", "adamw", "sgd", "rmsprop"] = "adam"
+    """Optimizer."""
+    actor_groups: Groups = None
+    """Observation groups the actor reads, in this order; None: every group the environment publishes."""
+
+    @property
+    def rollouts(self) -> int:
+        """Segments, or complete rollouts, per update."""
+        return self.rollouts_per_update * ((self.update_horizon or self.segment_length) // self.segment_length)
+
+    def schedule_options(self) -> dict[str, float]:
+        """Options of ``edenrl.optim.make_lr_schedule`` for ``lr_schedule``."""
+        ends = self.lr_schedule in ("linear", "cosine", "warmup_cosine")
+        return {"final_fraction": self.final_lr_fraction} if ends else {}
+
+    @model_validator(mode="after")
+    def _check_update(self) -> APGConfig:
+        horizon, length = self.update_horizon, self.segment_length
+        if self.mode == "segment" and self.rollouts_per_update != 1:
+            raise refuse(
+                f"rollouts_per_update {self.rollouts_per_update} is for mode 'complete'; in mode 'segment' set "
+                f"update_horizon to a multiple of segment_length such as {self.rollouts_per_update * length}"
+            )
+        if self.mode == "complete" and horizon is not None:
+            raise refuse(
+                f"update_horizon {horizon} is for mode 'segment'; in mode 'complete' set segment_length to the steps "
+                "of a rollout and rollouts_per_update to their number"
+            )
+        if horizon is not None and horizon % length:
+            near = max(round(horizon / length), 1) * length
+            raise refuse(
+                f"update_horizon {horizon} is not a multiple of segment_length {length}; the closest is {near}, or "
+                "choose another segment_length"
+            )
+        if self.deterministic and self.entropy_coeff > 0:
+            raise refuse(
+                f"entropy_coeff {self.entropy_coeff:g} would widen a noise that deterministic collection never "
+                "samples; set one of the two"
+            )
+        return self

@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+from torchrl.envs.utils import check_env_specs
+
+from edenrl.envs import CartPoleSwingUp, make_env
+
+
+def place(env: CartPoleSwingUp, **values: Any) -> TensorDict:
+    """Reset, then overwrite parts of the state."""
+    env.reset()
+    extra = env.get_extra_state()
+    for name, value in values.items():
+        extra["state"][name] = torch.tensor(value, dtype=torch.float64).reshape(extra["state"][name].shape)
+    env.set_extra_state(extra)
+    return env.detach_state()
+
+
+def accelerations(x_dot: float, theta: float, theta_dot: float, force: float) -> tuple[float, float]:
+    """The cart-pole as two coupled equations, solved as a linear system (M + m = 1.1, m = 0.1, l = 0.5).
+
+    (M + m) x'' + m l cos(theta) theta'' = f + m l theta'^2 sin(theta)
+    cos(theta) x'' + 4/3 l theta'' = g sin(theta)
+    """
+    matrix = np.array([[1.1, 0.05 * math.cos(theta)], [math.cos(theta), 0.5 * 4 / 3]])
+    right = np.array([force + 0.05 * theta_dot**2 * math.sin(theta), 9.8 * math.sin(theta)])
+    return tuple(np.linalg.solve(matrix, right))
+
+
+@pytest.mark.parametrize("num_envs", [1, 5])
+def test_specs(num_envs: int) -> None:
+    env = make_env("CartPoleSwingUp", num_envs, seed=0)
+    check_env_specs(env)
+    assert env.observation_spec["observation"].shape == (num_envs, 5) and env.action_spec.shape == (num_envs, 1)
+
+
+def test_matches_the_equations_of_motion_past_ends_and_partial_resets() -> None:
+    env = CartPoleSwingUp(3, seed=1, dtype=torch.float64, max_steps=9)
+    root = env.reset()
+    rng = np.random.default_rng(0)
+    ends = 0
+    for step in range(40):
+        action = rng.uniform(-1.5, 1.5, (3, 1))
+        before = root["observation"].numpy().copy()
+        data, root = env.step_and_maybe_reset(root.set("action", torch.from_numpy(action)))
+        after = data["next", "observation"].numpy()
+        if step == 4:
+            root = env.reset(root.set("_reset", torch.tensor([[False], [True], [False]])))
+        for i in range(3):
+            x, x_dot, cos, sin, theta_dot = before[i]
+            theta, a = math.atan2(sin, cos), float(np.clip(action[i, 0], -1, 1))
+            acceleration, angular = accelerations(x_dot, theta, theta_dot, 10 * a)
+            x_dot, theta_dot = x_dot + 0.02 * acceleration, theta_dot + 0.02 * angular
+            x, theta = x + 0.02 * x_dot, theta + 0.02 * theta_dot
+            np.testing.assert_allclose(after[i], [x, x_dot, math.cos(theta), math.sin(theta), theta_dot], atol=1e-12)
+            reward = (1 + math.cos(theta)) / 4 + math.exp(-(1 - math.cos(theta)) / 0.1 - theta_dot**2 / 8) / 2
+            reward -= 0.05 * x**2 + 0.005 * x_dot**2 + 0.002 * theta_dot**2 + 0.005 * a**2
+            assert data["next", "reward"][i].item() == pytest.approx(reward, abs=1e-12)
+            if data["next", "done"][i] or (step == 4 and i == 1):
+                ends += 1
+                assert abs(abs(math.atan2(*root["observation"][i, [3, 2]].tolist())) - math.pi) <= 0.5
+        assert not data["next", "terminated"].any()
+    assert ends == 12  # rows 0 and 2 at steps 9, 18, 27 and 36; row 1 at 5, 14, 23 and 32
+
+
+def test_without_a_force_energy_is_kept() -> None:
+    env = CartPoleSwingUp(1, dtype=torch.float64, max_steps=1000)
+    root = place(env, x=[[0.0]], x_dot=[[0.0]], theta=[[2.0]], theta_dot=[[0.0]])
+    energies = []
+    for _ in range(300):
+        root = env.step(root.set("action", torch.zeros(1, 1, dtype=torch.float64)))["next"].exclude("reward")
+        _, x_dot, cos, _, theta_dot = root["observation"][0].tolist()
+        kinetic = 0.55 * x_dot**2 + 0.05 * x_dot * theta_dot * cos + 0.05 * (2 / 3) * 0.5 * theta_dot**2
+        energies.append(kinetic + 0.05 * 9.8 * cos)
+    assert max(energies) - min(energies) < 0.02 * 0.05 * 9.8 * 2 * 3  # of the 0.98 J between hanging and upright
+
+
+def test_upright_is_measured() -> None:
+    env = CartPoleSwingUp(2, dtype=torch.float64, max_steps=300)
+    root = place(env, x=[[0.0]] * 2, x_dot=[[0.0]] * 2, theta=[[0.0], [math.pi]], theta_dot=[[0.0]] * 2)
+    for _ in range(99):
+        root = env.step(root.set("action", torch.zeros(2, 1, dtype=torch.float64)))["next"].exclude("reward")
+    assert root["metrics", "upright_time"].flatten().tolist() == pytest.approx([1.98, 0.0])
+    assert root["metrics", "success"].flatten().tolist() == [0.0, 0.0]
+    root = env.step(root.set("action", torch.zeros(2, 1, dtype=torch.float64)))["next"].exclude("reward")
+    assert root["metrics", "hold_time"].flatten().tolist() == pytest.approx([2.0, 0.0])
+    assert root["metrics", "success"].flatten().tolist() == [1.0, 0.0]
+    # A fall ends the holding, not the time that was spent upright.
+    extra = env.get_extra_state()
+    extra["state"]["theta"][0] = 1.0
+    env.set_extra_state(extra)
+    root = env.step(root.set("action", torch.zeros(2, 1, dtype=torch.float64)))["next"]
+    assert root["metrics", "hold_time"][0].item() == 0.0 and root["metrics", "success"][0].item() == 0.0
+    assert root["metrics", "upright_time"][0].item() == pytest.approx(2.0)
+
+
+def test_initial_distribution() -> None:
+    o = CartPoleSwingUp(100_000, seed=0).reset()["observation"]
+    angle = torch.atan2(-o[:, 3], -o[:, 2])  # from hanging
+    for value, bound in ((angle, 0.5), (o[:, 0], 0.5), (o[:, 1], 0.1), (o[:, 4], 0.1)):
+        assert value.abs().max() <= bound * 1.0001 and value.abs().max() > 0.999 * bound
+        assert value.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.01)
+
+
+def test_seeding_and_time_limit() -> None:
+    def run(seed: int) -> torch.Tensor:
+        env = CartPoleSwingUp(3, max_steps=5)
+        env.set_seed(seed)
+        torch.manual_seed(0)
+        return env.rollout(20, break_when_any_done=False)
+
+    assert torch.equal(run(7)["observation"], run(7)["observation"])
+    assert not torch.equal(run(7)["observation"], run(8)["observation"])
+    assert run(7)["next", "truncated"][0, :, 0].tolist() == ([False] * 4 + [True]) * 4
+    assert torch.equal(CartPoleSwingUp(3, seed=7).reset()["observation"], run(7)["observation"][:, 0])
+
+
+def test_a_reset_row_and_a_detached_state_carry_no_gradient() -> None:
+    env = CartPoleSwingUp(3, seed=0, dtype=torch.float64)
+    first = torch.zeros(3, 1, dtype=torch.float64, requires_grad=True)
+    data = env.step(env.reset().set("action", first))["next"].exclude("reward")
+    root = env.reset(data.set("_reset", torch.tensor([[False], [True], [False]])))
+    second = torch.zeros(3, 1, dtype=torch.float64, requires_grad=True)
+    reward = env.step(root.set("action", second))["next", "reward"]
+    (gradient,) = torch.autograd.grad(reward.sum(), first)
+    assert gradient[1].item() == 0.0 and (gradient[[0, 2]].abs() > 0).all()
+    root = env.detach_state()
+    assert not root["observation"].requires_grad
+    third = torch.zeros(3, 1, dtype=torch.float64, requires_grad=True)
+    reward = env.step(root.set("action", third))["next", "reward"]
+    gradients = torch.autograd.grad(reward.sum(), [second, third], allow_unused=True)
+    assert [g is None for g in gradients] == [True, False]
+
+
+def test_state_dict_resumes_bit_for_bit() -> None:
+    actions = torch.rand(40, 3, 1) * 2 - 1
+
+    def run(env: CartPoleSwingUp, root: TensorDict, actions: torch.Tensor) -> tuple[torch.Tensor, TensorDict]:
+        out = []
+        for action in actions:
+            data, root = env.step_and_maybe_reset(root.set("action", action))
+            out.append(torch.cat([data["next", "observation"], data["next", "reward"]], -1))
+        return torch.stack(out), root
+
+    env = CartPoleSwingUp(3, seed=0, max_steps=7)
+    _, root = run(env, env.reset(), actions[:20])
+    saved, kept = env.state_dict(), root.clone()
+    expected, _ = run(env, root, actions[20:])
+    fresh = CartPoleSwingUp(3, seed=99, max_steps=7)
+    fresh.load_state_dict(saved)
+    assert torch.equal(run(fresh, kept, actions[20:])[0], expected)
+    with pytest.raises(ValueError, match="CartPoleSwingUp state .* num_envs=2"):
+        CartPoleSwingUp(2).load_state_dict(saved)
+
+
+@pytest.mark.parametrize("arguments", [{"num_envs": 0}, {"num_envs": 2, "max_steps": 0}])
+def test_refuses_sizes_below_one(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="was given to CartPoleSwingUp; expected at least 1"):
+        CartPoleSwingUp(**arguments)

@@ -1,0 +1,208 @@
+"""The APG script as its user meets it: runs, resumes, evaluation and saving, trouble, mistakes; and that it learns."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torchrl.checkpoint import Checkpoint, CheckpointRotation, GlobalRNGState
+
+from edenrl.config import load_config
+from edenrl.envs import PointMass, RolloutPlan, register_env
+from edenrl.training import build_env, load_policy_weights, read_metrics, run_script
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TINY = [
+    "--env.num_envs=8",
+    "--algorithm.mode=segment",
+    "--algorithm.segment_length=4",
+    "--algorithm.actor_hidden=8",
+    "--evaluation.num_episodes=4",
+    "--checkpoint.interval_iterations=1000",
+    "--num_threads=1",
+]
+
+
+def load_script(name):
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+train_apg = load_script("train_apg")
+
+
+def train(run_dir, updates, *flags, resume=False):
+    place = "--resume" if resume else "--run_dir"
+    start = [] if resume else TINY
+    train_apg.main([f"{place}={run_dir}", f"--algorithm.updates={updates}", *start, *flags])
+
+
+def rows(run_dir):
+    """Metrics without wall time and without evaluations, whose updates depend on the length of the run."""
+    table = read_metrics(Path(run_dir) / "metrics.csv")
+    return [{k: v for k, v in row.items() if k != "seconds" and not k.startswith("eval/")} for row in table]
+
+
+def final_state(run_dir):
+    """Policy weights and random state of the newest checkpoint."""
+    cfg = load_config(train_apg.Train, Path(run_dir) / "config.json")
+    policy = train_apg.make_policy(cfg, build_env(cfg, num_envs=1))
+    load_policy_weights(policy, run_dir, "latest")
+    rng = GlobalRNGState()
+    before = rng.state_dict()
+    Checkpoint(rng=rng).load(CheckpointRotation(Path(run_dir) / "checkpoints", keep_last=1).latest())
+    state = {**policy.state_dict(), "rng": torch.get_rng_state()}
+    rng.load_state_dict(before)
+    return state
+
+
+MODES = {
+    "segments": ["--algorithm.update_horizon=12", "--algorithm.action_adjoint_max_norm=1"],
+    "complete": ["--algorithm.mode=complete", "--algorithm.rollouts_per_update=2", "--algorithm.lr_schedule=constant"],
+    "cart-pole": ["--env.name=CartPoleSwingUp", "--algorithm.entropy_coeff=0.01", "--env.kwargs.max_steps=25"],
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_resumed_run_is_the_uninterrupted_run(tmp_path, mode):
+    train(tmp_path / "whole", 14, *MODES[mode], "--algorithm.lr_schedule=constant")
+    train(tmp_path / "parts", 6, *MODES[mode], "--algorithm.lr_schedule=constant")
+    train(tmp_path / "parts", 14, resume=True)
+    assert rows(tmp_path / "whole") == rows(tmp_path / "parts")
+    whole, parts = final_state(tmp_path / "whole"), final_state(tmp_path / "parts")
+    assert all(torch.equal(whole[name], parts[name]) for name in whole | parts)
+    frames = {"segments": 96, "complete": 64, "cart-pole": 32}[mode]
+    assert [row["frames"] for row in rows(tmp_path / "whole")] == [frames * (i + 1) for i in range(14)]
+
+
+def test_schedule_is_restored_or_restarted(tmp_path):
+    flags = ("--algorithm.lr_schedule=linear", "--algorithm.lr=1e-3", "--algorithm.final_lr_fraction=0")
+    train(tmp_path / "run", 6, *flags)
+    assert rows(tmp_path / "run")[-1]["lr"] < 2e-4
+    train(tmp_path / "run", 12, "--resume_schedule=restart", resume=True)
+    rates = [row["lr"] for row in rows(tmp_path / "run")]
+    assert rates[6] > 0.8e-3 and rates[11] < 2e-4
+
+
+def test_evaluates_saves_and_keeps_the_best(tmp_path):
+    train(
+        tmp_path / "run",
+        8,
+        "--evaluation.interval_iterations=2",
+        "--evaluation.metric=final_distance",
+        "--evaluation.mode=min",
+        "--checkpoint.interval_iterations=3",
+        "--checkpoint.keep_last=9",
+    )
+    table = read_metrics(tmp_path / "run" / "metrics.csv")
+    scores = {int(row["iteration"]) + 1: row["eval/final_distance"] for row in table if "eval/final_distance" in row}
+    assert list(scores) == [2, 4, 6, 8]
+    saved = sorted(int(path.name.split("-")[1]) for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert saved == [2, 3, 4, 6, 8]
+    cfg = load_config(train_apg.Train, tmp_path / "run" / "config.json")
+    policy = train_apg.make_policy(cfg, build_env(cfg, num_envs=1))
+    best = load_policy_weights(policy, tmp_path / "run", "best")
+    assert int(best.name.split("-")[1]) == min(scores, key=scores.get)
+
+
+class Poisoned(PointMass):
+    """The reward of row 3 is NaN at step 10 of the run, and only then."""
+
+    def _step(self, tensordict):
+        out = super()._step(tensordict)
+        self.taken = getattr(self, "taken", 0) + 1
+        if self.taken == 10:
+            out["reward"] = out["reward"].index_fill(0, torch.tensor([3]), float("nan"))
+        return out
+
+
+def test_a_poisoned_update_is_skipped_and_counted_or_stops_the_run(tmp_path, capsys):
+    register_env("Poisoned", Poisoned, override=True)
+    train(tmp_path / "run", 5, "--env.name=Poisoned")
+    assert [row["skipped_updates"] for row in rows(tmp_path / "run")] == [0, 0, 1, 1, 1]
+    assert all(value.isfinite().all() for value in final_state(tmp_path / "run").values())
+    with pytest.raises(SystemExit):
+        run_script(
+            lambda: train(tmp_path / "stop", 5, "--env.name=Poisoned", "--algorithm.skip_nonfinite=false", "--quiet")
+        )
+    assert "in update 3. No parameter was changed" in capsys.readouterr().err
+
+
+class Scheduled(PointMass):
+    """Rollouts of 2, 3, 4, ... steps."""
+
+    def prepare_rollout(self, index):
+        return RolloutPlan(index + 2, metadata={"level": index})
+
+
+def test_scheduled_rollouts_have_a_budget_in_updates(tmp_path, capsys):
+    register_env("Scheduled", Scheduled, override=True)
+    flags = ["--env.name=Scheduled", "--algorithm.mode=complete", "--algorithm.rollouts_per_update=2"]
+    train(tmp_path / "whole", 4, *flags)
+    assert "4 of 4" in capsys.readouterr().out
+    # Rollouts of 2 + 3, 4 + 5, 6 + 7, 8 + 9 steps of 8 environments.
+    assert [row["frames"] for row in rows(tmp_path / "whole")] == [40, 112, 216, 352]
+    assert [row["plan/level"] for row in rows(tmp_path / "whole")] == [1, 3, 5, 7]
+    train(tmp_path / "parts", 2, *flags)
+    train(tmp_path / "parts", 4, resume=True)
+    assert [row["loss"] for row in rows(tmp_path / "parts")] == [row["loss"] for row in rows(tmp_path / "whole")]
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        run_script(lambda: train_apg.main([f"--run_dir={tmp_path / 'x'}", *TINY, *flags]))
+    assert "--algorithm.updates" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["--algorithm.update_horizon=10", *TINY], "is not a multiple of segment_length 4"),
+        (["--algorithm.gama=0.9"], "--algorithm.gamma"),
+        (["--env.name=Pendulum-v1", *TINY], "GymVectorEnv has no detach_state()"),
+        (["--env.name=CartPole-v1", *TINY], "has no detach_state()"),
+    ],
+)
+def test_mistakes_get_a_message_that_names_the_fix(tmp_path, capsys, flags, expected, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stopped:
+        run_script(lambda: train_apg.main(flags))
+    message = capsys.readouterr().err
+    assert stopped.value.code in (1, 2) and expected in message and "Traceback" not in message
+
+
+def test_evaluate_reads_the_run(tmp_path, capsys):
+    train(tmp_path / "run", 2, "--env.action_mode=squash")
+    capsys.readouterr()
+    sys.modules["train_apg"] = train_apg
+    load_script("evaluate").main([str(tmp_path / "run"), "--json", "--episodes", "6"])
+    assert json.loads(capsys.readouterr().out)["episodes"] == 6
+
+
+def learn(run_dir, *flags):
+    command = [sys.executable, EXAMPLES / "train_apg.py", "--run_dir", run_dir, "--quiet", "--num_threads", "1", *flags]
+    subprocess.run(command, check=True)
+    command = [sys.executable, EXAMPLES / "evaluate.py", run_dir, "--json", "--checkpoint", "latest", "--seed", "777"]
+    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def test_point_mass_learns_in_a_few_updates(tmp_path):
+    flags = [
+        "--algorithm.mode=complete",
+        "--algorithm.segment_length=40",
+        "--env.num_envs=32",
+        "--algorithm.lr_schedule=constant",
+    ]
+    train(tmp_path / "run", 20, *flags)
+    objective = [row["objective"] for row in rows(tmp_path / "run")]
+    assert sum(objective[-3:]) / 3 > 0.85 * sum(objective[:3]) / 3  # negative: distances to the goal
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", ["1", "2", "3"])
+def test_point_mass_reaches_its_goal(tmp_path, seed):
+    result = learn(tmp_path / "run", "--seed", seed)
+    assert result["episodes"] == 128 and result["success_rate"] >= 0.95
