@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
-from torchrl.data import Binary, Bounded, Composite, Unbounded
-from torchrl.envs import EnvBase
+from torchrl.data import Bounded, Composite
 
-from edenrl.envs.groups import SameStateGroups, repeat_in_groups
+from edenrl.envs.tensor_state import TensorStateEnv
 
 __all__ = ["PointMass"]
 
@@ -32,7 +30,7 @@ _SUCCESS_DISTANCE = 0.03
 _GOAL_WIDTH = 0.05
 
 
-class PointMass(SameStateGroups, EnvBase):
+class PointMass(TensorStateEnv):
     """A point of mass 1 that must reach a goal between two round obstacles; batched, pure torch and differentiable.
 
     One control step is one semi-implicit Euler step of ``dt = 1/60`` s:
@@ -93,8 +91,6 @@ class PointMass(SameStateGroups, EnvBase):
         torch.Size([3, 2])
     """
 
-    returns_fresh_tensors = True
-
     def __init__(
         self,
         num_envs: int,
@@ -105,52 +101,23 @@ class PointMass(SameStateGroups, EnvBase):
         seed: int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        for name, value in (("num_envs", num_envs), ("max_steps", max_steps)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name}={value!r} was given to PointMass; expected a whole number, at least 1.")
         if not isinstance(success_bonus, (int, float)) or not math.isfinite(success_bonus):
             raise ValueError(f"success_bonus={success_bonus!r} was given to PointMass; expected a finite number.")
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise ValueError(f"dtype={dtype!r} was given to PointMass; expected a floating-point torch.dtype or None.")
-        super().__init__(device=torch.device("cpu" if device is None else device), batch_size=[num_envs])
-        self.num_envs = num_envs
+        super().__init__(num_envs, device=device, max_steps=max_steps, seed=seed, dtype=dtype)
         self.success_bonus = success_bonus
-        self.max_steps = max_steps
-        self._float = torch.get_default_dtype() if dtype is None else dtype
-        self._make_specs()
-        self._generator = torch.Generator(device=self.device)
-        self._state = self._draw_state()
-        # Drawing above consumed numbers: seeding afterwards makes `PointMass(seed=s)` and `set_seed(s)` agree.
-        self._set_seed(seed)
 
     def _make_specs(self) -> None:
         shape = self.batch_size
-
-        def column() -> Unbounded:
-            return Unbounded((*shape, 1), device=self.device, dtype=self._float)
-
-        def flag() -> Binary:
-            return Binary(1, shape=(*shape, 1), device=self.device, dtype=torch.bool)
-
-        metrics = {name: column() for name in ("success", "final_distance", "path_length", "collisions")}
+        metrics = {name: self._columns() for name in ("success", "final_distance", "path_length", "collisions")}
         self.observation_spec = Composite(
-            observation=Unbounded((*shape, 14), device=self.device, dtype=self._float),
+            observation=self._columns(14),
             metrics=Composite(metrics, shape=shape, device=self.device),
             shape=shape,
             device=self.device,
         )
         self.action_spec = Bounded(-1.0, 1.0, (*shape, 2), device=self.device, dtype=self._float)
-        self.reward_spec = column()
-        self.done_spec = Composite(done=flag(), terminated=flag(), truncated=flag(), shape=shape, device=self.device)
-
-    def _set_seed(self, seed: int | None) -> None:
-        if seed is None:
-            seed = int(torch.randint(2**31 - 1, ()).item())
-        self._generator.manual_seed(seed)
-
-    def _uniform(self, low: float, high: float, *shape: int) -> Tensor:
-        unit = torch.rand(self.num_envs, *shape, generator=self._generator, device=self.device, dtype=self._float)
-        return low + (high - low) * unit
+        self.reward_spec = self._columns()
+        self.done_spec = self._done_flags()
 
     def _draw_state(self) -> dict[str, Tensor]:
         """Draw the first state of an episode for every row."""
@@ -214,19 +181,6 @@ class PointMass(SameStateGroups, EnvBase):
             device=self.device,
         )
 
-    def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDict:
-        fresh = self._draw_state()
-        mask = None if tensordict is None else tensordict.get("_reset", None)
-        if mask is None:
-            self._state = repeat_in_groups(fresh, self.group_size)
-        else:
-            rows = mask.reshape(self.num_envs, 1)
-            self._state = {
-                name: torch.where(rows.reshape(-1, *[1] * (new.dim() - 1)), new, self._state[name])
-                for name, new in fresh.items()
-            }
-        return self._observe()
-
     def _step(self, tensordict: TensorDictBase) -> TensorDict:
         state = self._state
         action = tensordict.get("action").to(self._float).clamp(-1.0, 1.0)
@@ -264,19 +218,6 @@ class PointMass(SameStateGroups, EnvBase):
         }
         return self._observe().set("reward", reward)
 
-    def detach_state(self) -> TensorDict:
-        """Cut the autograd graph at the current state.
-
-        The next steps continue from the same numbers, but no gradient reaches an action taken before this call.
-        Nothing is reset or drawn.
-
-        Returns:
-            The current root TensorDict, as ``reset`` gives it: ``observation``, ``metrics`` and the done flags.
-        """
-        # A clone, not a bare detach: a state computed in inference mode could not enter autograd otherwise.
-        self._state = {name: value.detach().clone() for name, value in self._state.items()}
-        return self._observe()
-
     def policy_contract(self) -> dict[str, Any]:
         """What a deployed policy must know, for ``edenrl.export``: terms, acceleration per action, rate."""
         terms = {"position": "m", "velocity": "m/s", "goal position": "m", "last action, clamped": None}
@@ -297,44 +238,3 @@ class PointMass(SameStateGroups, EnvBase):
             },
             "rate": {"control_dt": _DT, "decimation": 1, "sim_dt": _DT},
         }
-
-    def get_extra_state(self) -> dict[str, Any]:
-        """Return everything needed to continue bit for bit: state tensors and the generator's state.
-
-        It is stored by ``state_dict()`` under ``"_extra_state"``.
-        """
-        state = {name: value.detach().clone() for name, value in self._state.items()}
-        return {"state": state, "generator": self._generator.get_state()}
-
-    def set_extra_state(self, state: Mapping[str, Any]) -> None:
-        """Restore what ``get_extra_state`` returned.
-
-        Args:
-            state: The saved mapping.
-
-        Raises:
-            ValueError: the state belongs to another number of environments or another version of the task.
-        """
-        saved: Mapping[str, Tensor] = state["state"]
-        found = {name: tuple(value.shape) for name, value in saved.items()}
-        expected = {name: tuple(value.shape) for name, value in self._state.items()}
-        if found != expected:
-            raise ValueError(
-                f"PointMass state has entries {found}; expected {expected} for num_envs={self.num_envs}. Build the "
-                "environment with the num_envs of the saved run."
-            )
-        self._state = {
-            name: value.to(device=self.device, dtype=self._state[name].dtype, copy=True)
-            for name, value in saved.items()
-        }
-        self._generator.set_state(state["generator"].cpu())
-
-    def to(self, device: torch.device | str | int) -> PointMass:
-        """Move specs and state to ``device``; the generator is replaced there by one seeded from the old one."""
-        before = self.device
-        super().to(device)
-        if self.device != before:
-            seed = int(torch.randint(2**31 - 1, (), generator=self._generator, device=before).item())
-            self._state = {name: value.to(self.device) for name, value in self._state.items()}
-            self._generator = torch.Generator(device=self.device).manual_seed(seed)
-        return self

@@ -12,11 +12,13 @@ from torch import Tensor
 from torchrl.data import Binary, Composite, Unbounded
 from torchrl.envs import EnvBase
 
+from edenrl.envs.groups import SameStateGroups, repeat_in_groups
+
 __all__ = ["TensorStateEnv"]
 
 
-class TensorStateEnv(EnvBase):
-    """Base of the built-in tasks: partial reset, cutting the graph, seeding and exact resumption.
+class TensorStateEnv(SameStateGroups, EnvBase):
+    """Base of the built-in tasks: partial reset, groups in one state, cutting the graph, seeding, exact resumption.
 
     A task fills ``_make_specs``, ``_draw_state`` (the first state of an episode for every row), ``_observe`` (the state
     as a TensorDict of fresh tensors, done flags included) and ``_step``, which replaces ``self._state`` and returns
@@ -34,7 +36,8 @@ class TensorStateEnv(EnvBase):
         dtype: Floating-point type of every entry. Default: ``torch.get_default_dtype()``.
 
     Raises:
-        ValueError: ``num_envs`` or ``max_steps`` below 1.
+        ValueError: ``num_envs`` or ``max_steps`` is not a whole number of at least 1, or ``dtype`` not a floating-point
+            type.
 
     Examples:
         >>> import torch
@@ -61,8 +64,10 @@ class TensorStateEnv(EnvBase):
     ) -> None:
         task = type(self).__name__
         for name, value in (("num_envs", num_envs), ("max_steps", max_steps)):
-            if value < 1:
-                raise ValueError(f"{name}={value} was given to {task}; expected at least 1. Pass a positive {name}.")
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name}={value!r} was given to {task}; expected a whole number, at least 1.")
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ValueError(f"dtype={dtype!r} was given to {task}; expected a floating-point torch.dtype or None.")
         super().__init__(device=torch.device("cpu" if device is None else device), batch_size=[num_envs])
         self.num_envs = num_envs
         self.max_steps = max_steps
@@ -111,7 +116,7 @@ class TensorStateEnv(EnvBase):
         fresh = self._draw_state()
         mask = None if tensordict is None else tensordict.get("_reset", None)
         if mask is None:
-            self._state = fresh
+            self._state = repeat_in_groups(fresh, self.group_size)
         else:
             rows = mask.reshape(self.num_envs, 1)
             self._state = {

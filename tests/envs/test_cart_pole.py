@@ -161,5 +161,5 @@ def test_state_dict_resumes_bit_for_bit() -> None:
 
 @pytest.mark.parametrize("arguments", [{"num_envs": 0}, {"num_envs": 2, "max_steps": 0}])
 def test_refuses_sizes_below_one(arguments: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="was given to CartPoleSwingUp; expected at least 1"):
+    with pytest.raises(ValueError, match="was given to CartPoleSwingUp; expected a whole number, at least 1"):
         CartPoleSwingUp(**arguments)
