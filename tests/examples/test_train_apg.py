@@ -195,6 +195,7 @@ def test_point_mass_learns_in_a_few_updates(tmp_path):
         "--algorithm.segment_length=40",
         "--env.num_envs=32",
         "--algorithm.lr_schedule=constant",
+        "--algorithm.actor_hidden=64,64",
     ]
     train(tmp_path / "run", 20, *flags)
     objective = [row["objective"] for row in rows(tmp_path / "run")]
