@@ -125,12 +125,12 @@ def test_resumed_run_in_a_new_process_is_the_uninterrupted_run(tmp_path):
     assert rows(tmp_path / "whole") == rows(tmp_path / "parts")
 
 
-def test_a_checkpoint_without_the_reference_is_refused(tmp_path, capsys):
+def test_a_run_without_a_reference_cannot_be_resumed_with_one(tmp_path, capsys):
     train(tmp_path / "run", 2, "--algorithm.kl_coeff=0")
     assert "loss_kl" not in rows(tmp_path / "run")[0]
     train(tmp_path / "run", 3, resume=True)
     code, message = fails(capsys, f"--resume={tmp_path / 'run'}", "--algorithm.kl_coeff=0.02")
-    assert code == 1 and "it has no network 'reference'" in message
+    assert code == 2 and "cannot change algorithm.kl_coeff (was 0.0, now 0.02)" in message
 
 
 class NotTogether(EnvBase):
