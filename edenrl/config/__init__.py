@@ -7,9 +7,12 @@ given and what to change. This package does not import torch.
 from edenrl.config.base import Config
 from edenrl.config.cli import load_config, parse_cli, save_config
 from edenrl.config.ppo import PPOConfig
+from edenrl.config.presets import QUADRUPED, QUADRUPED_TERRAIN
 from edenrl.config.run import CheckpointConfig, EnvConfig, EvaluationConfig, LoggerConfig, RunConfig
 
 __all__ = [
+    "QUADRUPED",
+    "QUADRUPED_TERRAIN",
     "CheckpointConfig",
     "Config",
     "EnvConfig",

@@ -67,6 +67,8 @@ class PPOConfig(Config):
     """Normalize observations by their running mean and variance."""
     normalize_advantage: Literal["rollout", "minibatch", "none"] = "rollout"
     """Over what the advantages are brought to mean 0 and variance 1."""
+    symmetry: bool = False
+    """Double every rollout by its mirror image, as the environment's mirrors describe it."""
     action_bound_coeff: NonNegative = 0.0
     """Weight of the penalty on action means outside [-1, 1]; 0 turns it off."""
     optimizer: Literal["adam", "adamw", "sgd", "rmsprop"] = "adam"

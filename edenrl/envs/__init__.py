@@ -2,6 +2,7 @@
 
 from edenrl.envs.gym import GymVectorEnv, make_gym_env
 from edenrl.envs.point_mass import PointMass
+from edenrl.envs.quadruped import Quadruped, QuadrupedTerrain
 from edenrl.envs.registry import make_env, register_env, registered_envs
 from edenrl.envs.transforms import ActionMode, ClipAction, FreshTensors, action_box, action_saturation, wrap_env
 
@@ -11,6 +12,8 @@ __all__ = [
     "FreshTensors",
     "GymVectorEnv",
     "PointMass",
+    "Quadruped",
+    "QuadrupedTerrain",
     "action_box",
     "action_saturation",
     "make_env",
@@ -21,3 +24,5 @@ __all__ = [
 ]
 
 register_env("PointMass", PointMass, override=True)
+register_env("Quadruped", Quadruped, override=True)
+register_env("QuadrupedTerrain", QuadrupedTerrain, override=True)

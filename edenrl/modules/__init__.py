@@ -12,11 +12,14 @@ from edenrl.modules.actor_critic import (
     value_critic,
 )
 from edenrl.modules.normalization import RunningNorm
+from edenrl.modules.symmetry import MirrorAugmentation, SignedPermutation
 
 __all__ = [
     "GaussianMLP",
     "GroupMLP",
+    "MirrorAugmentation",
     "RunningNorm",
+    "SignedPermutation",
     "StateIndependentStd",
     "categorical_actor",
     "gaussian_actor",
