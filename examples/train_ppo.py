@@ -88,7 +88,8 @@ def main(argv=None):
         functional=False,
     )
 
-    augment = MirrorAugmentation(getattr(env, "mirrors", {}) if algo.symmetry else None, policy, critic)
+    mirrors = getattr(env, "mirrors", {}) if algo.symmetry else None
+    augment = MirrorAugmentation(mirrors, [*policy.in_keys, *critic.in_keys])
     frames = cfg.env.num_envs * algo.steps_per_env
     iterations, updates = math.ceil(cfg.total_frames / frames), algo.epochs * algo.num_minibatches
     optimizer = make_optimizer(algo.optimizer, loss.parameters(), lr=algo.lr)

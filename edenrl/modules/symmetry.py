@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from tensordict import NestedKey, TensorDictBase
-from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModuleBase
 from torch import Tensor, nn
 
 __all__ = ["MirrorAugmentation", "SignedPermutation"]
@@ -60,78 +59,69 @@ class SignedPermutation(nn.Module):
 class MirrorAugmentation:
     """Doubles a batch of transitions by their mirror images, for tasks that are symmetric.
 
-    A mirrored transition has the mirrored observations (also under ``"next"``) and the mirrored action; reward, flags,
-    advantage and value target are those of the original. What the policy and the critic say about it (``loc``,
-    ``scale``, the log-probability of the mirrored action, ``state_value``) is computed anew at the mirrored
-    observation, so that probability ratios start at 1 and the exact KL at 0 for both halves.
+    A mirrored transition has the mirrored observations (also under ``"next"``), the mirrored action and the mirrored
+    ``loc`` and ``scale``; all the rest is that of the original: reward, flags, advantage, value, and the
+    log-probability. It is what the mirrored policy would have collected, so that the probability ratio of the mirrored
+    half weighs each action by how likely the policy is to take it there. (Were the log-probability computed anew at
+    the mirrored observation, actions that the policy would hardly take had ratio 1 and destroyed the update.)
 
     Args:
-        mirrors: ``SignedPermutation`` per observation key, and one for the action; entries the batch lacks are
-            ignored. An environment publishes them as ``env.mirrors``. None: batches are returned as they are.
-        policy: the actor at collection; reads mirrored keys only.
-        critic: the critic at collection, if the batch holds its values.
+        mirrors: ``SignedPermutation`` per observation key, and one under ``action_key``; those of entries that a batch
+            lacks are ignored. An environment publishes them as ``env.mirrors``. None: batches are returned as they are.
+        in_keys: what policy and critic read; each must have a mirror.
         action_key: of the action. Default ``"action"``.
 
     Raises:
-        ValueError: a key that the policy or the critic reads has no mirror.
+        ValueError: something that is read has no mirror.
 
     Source: Mittal et al. 2024, "Symmetry Considerations for Learning Task Symmetric Robot Policies", arXiv:2403.04359.
 
     Examples:
         >>> import torch
         >>> from tensordict import TensorDict
-        >>> from edenrl.modules import MirrorAugmentation, SignedPermutation, gaussian_actor
+        >>> from edenrl.modules import MirrorAugmentation, SignedPermutation
         >>> mirrors = {"observation": SignedPermutation([1, 0]), "action": SignedPermutation([0], [-1])}
-        >>> actor = gaussian_actor({"observation": 2}, 1)
-        >>> batch = actor(TensorDict(observation=torch.tensor([[1.0, 2.0]]), batch_size=[1])).detach()
-        >>> doubled = MirrorAugmentation(mirrors, actor)(batch)
-        >>> doubled["observation"]
-        tensor([[1., 2.],
-                [2., 1.]])
+        >>> batch = TensorDict(observation=torch.tensor([[1.0, 2.0]]), action=torch.ones(1, 1), batch_size=[1])
+        >>> doubled = MirrorAugmentation(mirrors, ["observation"])(batch)
+        >>> doubled["observation"], doubled["action"].flatten()
+        (tensor([[1., 2.],
+                [2., 1.]]), tensor([ 1., -1.]))
     """
 
     def __init__(
         self,
         mirrors: Mapping[str, SignedPermutation] | None,
-        policy: ProbabilisticTensorDictSequential,
-        critic: TensorDictModuleBase | None = None,
+        in_keys: Iterable[NestedKey] = (),
         *,
-        action_key: NestedKey = "action",
-        log_prob_key: NestedKey = "action_log_prob",
+        action_key: str = "action",
+        loc_key: NestedKey = "loc",
+        scale_key: NestedKey = "scale",
     ) -> None:
-        self.mirrors, self.policy, self.critic = mirrors, policy, critic
-        self.action_key, self.log_prob_key = action_key, log_prob_key
+        self.mirrors = mirrors
+        self.action_key, self.loc_key, self.scale_key = action_key, loc_key, scale_key
         if mirrors is not None:
-            read = [*policy.in_keys, *(critic.in_keys if critic is not None else []), action_key]
-            missing = [key for key in dict.fromkeys(read) if key not in mirrors]
+            missing = [key for key in dict.fromkeys([*in_keys, action_key]) if key not in mirrors]
             if missing:
                 raise ValueError(
-                    f"Symmetry needs a mirror for {missing}; the environment publishes {sorted(mirrors)}. Read "
-                    "other groups, or switch symmetry off."
+                    f"Symmetry needs a mirror for {missing}; the environment publishes {sorted(mirrors) or 'none'}. "
+                    "Read other groups, or switch symmetry off."
                 )
 
     def mirror(self, batch: TensorDictBase) -> TensorDictBase:
-        """The mirror image of a batch of any shape; networks are not asked."""
+        """The mirror image of a batch of any shape; what is not mirrored is shared with it."""
         mirrored = batch.copy()
         for key, mirror in (self.mirrors or {}).items():
             for entry in (key, ("next", key)):
-                value = batch.get(entry, None)
-                if value is not None:
+                if (value := batch.get(entry, None)) is not None:
                     mirrored.set(entry, mirror.to(value.device)(value))
+        if self.mirrors:
+            joints = self.mirrors[self.action_key]
+            if (loc := batch.get(self.loc_key, None)) is not None:
+                mirrored.set(self.loc_key, joints(loc))
+            if (scale := batch.get(self.scale_key, None)) is not None:
+                mirrored.set(self.scale_key, joints(scale).abs())
         return mirrored
 
-    @torch.no_grad()
     def __call__(self, batch: TensorDictBase) -> TensorDictBase:
         """Returns the batch followed by its mirror image along the first dimension."""
-        if self.mirrors is None:
-            return batch
-        mirrored = self.mirror(batch)
-        parameters = self.policy.get_dist_params(mirrored)
-        distribution = self.policy.build_dist_from_params(parameters)
-        for key in parameters.keys(True, True):
-            if batch.get(key, None) is not None:
-                mirrored.set(key, parameters.get(key))
-        mirrored.set(self.log_prob_key, distribution.log_prob(mirrored.get(self.action_key)))
-        if self.critic is not None:
-            self.critic(mirrored)
-        return torch.cat([batch, mirrored], 0)
+        return batch if self.mirrors is None else torch.cat([batch, self.mirror(batch)], 0)

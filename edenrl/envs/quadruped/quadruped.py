@@ -91,8 +91,8 @@ class Quadruped(EnvBase):
     one in ten is zero: stand still.
 
     An episode ends by falling (``terminated``: the trunk tilts over 60 degrees or comes closer than 0.16 m to the
-    ground), by ``episode_seconds`` (``truncated``), or when the simulation diverges (``terminated``; the row's last
-    sound state is published, with the joints at rest, and reward 0).
+    ground), by ``episode_seconds`` (``truncated``), or when the simulation diverges (``terminated``, with reward 0; what
+    is published is the robot at rest where it started, never the diverged state).
 
     Groups, root keys for ``N`` environments; only those named in ``groups`` are computed and published:
 
@@ -363,26 +363,27 @@ class Quadruped(EnvBase):
         rows, n = self._rows, len(ids)
         self._place(ids)
         self._randomize(ids)
-        self._state[ids] = 0.0
-        self._warnings[ids] = 0
-        self._ctrl[ids] = DEFAULT_POSE + rows.joint_offset[ids]
-        joints = DEFAULT_POSE + self._uniform((-0.1, 0.1), n, 12)
-        yaw = self._uniform(self._start_yaw(), n)
-        qpos, qvel = np.zeros((n, 19)), np.zeros((n, 18))
-        qpos[:, :2] = rows.origin[ids]
-        # Feet touch the ground, which is flat at z = 0 wherever robots start.
-        qpos[:, 2] = FOOT_RADIUS + 0.002 - _foot_positions(joints)[..., 2].min(-1)
-        qpos[:, 3], qpos[:, 6] = np.cos(0.5 * yaw), np.sin(0.5 * yaw)
-        qpos[:, 7:] = joints
-        qvel[:, :6] = self._uniform((-0.2, 0.2), n, 6)
-        self._qpos[ids], self._qvel[ids] = qpos, qvel
+        self._stand(ids, DEFAULT_POSE + self._uniform((-0.1, 0.1), n, 12), self._uniform(self._start_yaw(), n))
+        self._qvel[ids, :6] = self._uniform((-0.2, 0.2), n, 6)
         for name in _ZERO_AT_RESET:
             getattr(rows, name)[ids] = 0
-        rows.last_joint_velocity[ids] = qvel[:, 6:]
+        rows.last_joint_velocity[ids] = 0.0
         self._draw_commands(ids)
         k = self._kinematics()
         self._after_motion(k)
         self._remember(k, ids)
+
+    def _stand(self, ids: np.ndarray, joints: np.ndarray, yaw: np.ndarray | float = 0.0) -> None:
+        """Put rows at rest where they start, with the given joint angles and heading."""
+        rows = self._rows
+        self._state[ids] = 0.0
+        self._warnings[ids] = 0
+        self._ctrl[ids] = DEFAULT_POSE + rows.joint_offset[ids]
+        self._qpos[ids, :2] = rows.origin[ids]
+        # Feet touch the ground, which is flat at z = 0 wherever robots start.
+        self._qpos[ids, 2] = FOOT_RADIUS + 0.002 - _foot_positions(joints)[..., 2].min(-1)
+        self._qpos[ids, 3], self._qpos[ids, 6] = np.cos(0.5 * yaw), np.sin(0.5 * yaw)
+        self._qpos[ids, 7:] = joints
 
     def _place(self, ids: np.ndarray) -> None:
         """Choose where rows start: ``origin``."""
@@ -437,8 +438,8 @@ class Quadruped(EnvBase):
         return self._pack(k).set("reward", torch.from_numpy(reward.astype(np.float32)[:, None]).to(self.device))
 
     def _simulate(self) -> np.ndarray:
-        """Advance the physics by one control step; returns which rows diverged, after putting them at rest."""
-        mujoco, before = self._mujoco, self._state.copy()
+        """Advance the physics by one control step; returns which rows diverged, after putting them back to the start."""
+        mujoco = self._mujoco
         warned = self._warnings[:, :, 1].sum(-1)
         # MuJoCo would print every warning and append it to a file in the working directory.
         handler = mujoco.get_mju_user_warning()
@@ -452,9 +453,7 @@ class Quadruped(EnvBase):
         sound &= (np.abs(self._qvel).max(-1) < 200.0) & (self._warnings[:, :, 1].sum(-1) == warned)
         diverged = ~sound
         if diverged.any():
-            self._state[diverged] = before[diverged]
-            self._qvel[diverged] = 0.0
-            self._warnings[diverged] = 0
+            self._stand(np.flatnonzero(diverged), DEFAULT_POSE)
         return diverged
 
     def _push(self) -> None:

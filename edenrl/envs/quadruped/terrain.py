@@ -212,7 +212,7 @@ class DepthCamera:
     HEIGHT, WIDTH, FAR = 58, 87, 2.5
     POSITION, PITCH, HORIZONTAL_VIEW = (0.2, 0.0, 0.03), 0.5, math.radians(87.0)
     # The surface is sampled this densely along a ray before the crossing is narrowed down by bisection.
-    _STRIDE, _BISECTIONS = 0.05, 6
+    _STRIDE, _BISECTIONS = 0.1, 7
 
     def __init__(self, field: HeightField | None = None) -> None:
         self._heights = None
@@ -248,32 +248,33 @@ class DepthCamera:
         return (origin[:, None, 2] / -falling).clamp(0.0, self.FAR)
 
     def _march(self, origin: Tensor, rays: Tensor) -> Tensor:
+        assert self._heights is not None
+        rows, columns = self._heights.shape
+        flat, cell = self._heights.view(-1), torch.tensor([self._resolution, self._resolution, 1.0])
+        u0, v0, z0 = (origin / cell)[:, None].unbind(-1)
+        du, dv, dz = (rays / cell).unbind(-1)
+
+        def inside(depth: Tensor | float) -> Tensor:
+            """Whether the point at a depth lies under the surface."""
+            u = torch.addcmul(u0, du, torch.as_tensor(depth)).clamp_(0.0, columns - 1.001)
+            v = torch.addcmul(v0, dv, torch.as_tensor(depth)).clamp_(0.0, rows - 1.001)
+            j, i = u.long(), v.long()
+            f, g = u.sub_(j), v.sub_(i)
+            corner = i.mul_(columns).add_(j)
+            a, b = flat[corner], flat[corner + 1]
+            c, e = flat[corner + columns], flat[corner + columns + 1]
+            height = torch.where(f > g, a + f * (b - a) + g * (e - b), a + g * (c - a) + f * (e - c))
+            return torch.addcmul(z0, dz, torch.as_tensor(depth)) < height
+
         # The first sample below the surface, then bisection between it and the sample before it.
-        steps = round(self.FAR / self._STRIDE)
-        below = torch.full(rays.shape[:-1], self.FAR)
-        for step in range(steps, 0, -1):  # backwards, so that the nearest crossing is written last
+        below = torch.full(rays.shape[:-1], 2.0 * self.FAR)
+        for step in range(round(self.FAR / self._STRIDE), 0, -1):  # backwards: the nearest is written last
             depth = step * self._STRIDE
-            point = origin[:, None] + depth * rays
-            below = torch.where(point[..., 2] < self._surface(point), depth, below)
-        hit = (origin[:, None] + below[..., None] * rays)[..., 2] < self._surface(
-            origin[:, None] + below[..., None] * rays
-        )
+            below = torch.where(inside(depth), depth, below)
+        hit = below <= self.FAR
         above = below - self._STRIDE
         for _ in range(self._BISECTIONS):
             middle = 0.5 * (above + below)
-            point = origin[:, None] + middle[..., None] * rays
-            inside = point[..., 2] < self._surface(point)
-            below, above = torch.where(inside, middle, below), torch.where(inside, above, middle)
-        return torch.where(hit, below, self.FAR)
-
-    def _surface(self, point: Tensor) -> Tensor:
-        assert self._heights is not None
-        rows, columns = self._heights.shape
-        u = (point[..., 0] / self._resolution).clamp(0.0, columns - 1.001)
-        v = (point[..., 1] / self._resolution).clamp(0.0, rows - 1.001)
-        j, i = u.long(), v.long()
-        f, g = u - j, v - i
-        flat, corner = self._heights.view(-1), i * columns + j
-        a, b = flat[corner], flat[corner + 1]
-        c, e = flat[corner + columns], flat[corner + columns + 1]
-        return torch.where(f > g, a + f * (b - a) + g * (e - b), a + g * (c - a) + f * (e - c))
+            under = inside(middle)
+            below, above = torch.where(under, middle, below), torch.where(under, above, middle)
+        return torch.where(hit, 0.5 * (above + below), self.FAR)
