@@ -31,10 +31,12 @@ def main(argv=None):
     parser.add_argument("--episodes", type=int, help="finished episodes (default: as in the run's configuration)")
     parser.add_argument("--checkpoint", default="best", help="best (default), latest, or a checkpoint's path")
     parser.add_argument("--seed", type=int, help="seed of the environments (default: the run's evaluation seed)")
+    parser.add_argument("--kwargs", type=json.loads, default={}, help="environment arguments as JSON, over the run's")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     args = parser.parse_args(argv)
 
     trainer, cfg = load_run(args.run)
+    cfg.env.kwargs = cfg.env.kwargs | args.kwargs
     device = setup(cfg)
     env = build_env(cfg, device, num_envs=1)
     policy = trainer.make_policy(cfg, env).to(device)

@@ -88,8 +88,7 @@ def main(argv=None):
         functional=False,
     )
 
-    mirrors = getattr(env, "mirrors", {}) if algo.symmetry else None
-    augment = MirrorAugmentation(mirrors, [*policy.in_keys, *critic.in_keys])
+    augment = MirrorAugmentation(getattr(env, "mirrors", {}) if algo.symmetry else None, policy, critic)
     frames = cfg.env.num_envs * algo.steps_per_env
     iterations, updates = math.ceil(cfg.total_frames / frames), algo.epochs * algo.num_minibatches
     optimizer = make_optimizer(algo.optimizer, loss.parameters(), lr=algo.lr)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
-from tensordict import NestedKey, TensorDictBase
+from tensordict import TensorDictBase
+from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModuleBase
 from torch import Tensor, nn
 
 __all__ = ["MirrorAugmentation", "SignedPermutation"]
@@ -59,16 +60,18 @@ class SignedPermutation(nn.Module):
 class MirrorAugmentation:
     """Doubles a batch of transitions by their mirror images, for tasks that are symmetric.
 
-    A mirrored transition has the mirrored observations (also under ``"next"``), the mirrored action and the mirrored
-    ``loc`` and ``scale``; all the rest is that of the original: reward, flags, advantage, value, and the
-    log-probability. It is what the mirrored policy would have collected, so that the probability ratio of the mirrored
-    half weighs each action by how likely the policy is to take it there. (Were the log-probability computed anew at
-    the mirrored observation, actions that the policy would hardly take had ratio 1 and destroyed the update.)
+    A mirrored transition has the mirrored observations (also under ``"next"``) and the mirrored action; reward, flags,
+    advantage, value and log-probability are those of the original. It is what the mirrored policy would have collected,
+    so that the probability ratio weighs each mirrored action by how likely the policy is to take it there. (Were the
+    log-probability computed anew, actions that the policy would hardly take had ratio 1 and destroyed the update.)
+    ``loc`` and ``scale`` are the policy's own at the mirrored observation: their KL divergence from the policy that is
+    optimized measures how far it has moved, and not how asymmetric it was.
 
     Args:
         mirrors: ``SignedPermutation`` per observation key, and one under ``action_key``; those of entries that a batch
             lacks are ignored. An environment publishes them as ``env.mirrors``. None: batches are returned as they are.
-        in_keys: what policy and critic read; each must have a mirror.
+        policy: the actor at collection.
+        critic: if given, what it reads must have mirrors, too.
         action_key: of the action. Default ``"action"``.
 
     Raises:
@@ -79,28 +82,30 @@ class MirrorAugmentation:
     Examples:
         >>> import torch
         >>> from tensordict import TensorDict
-        >>> from edenrl.modules import MirrorAugmentation, SignedPermutation
+        >>> from edenrl.modules import MirrorAugmentation, SignedPermutation, gaussian_actor
         >>> mirrors = {"observation": SignedPermutation([1, 0]), "action": SignedPermutation([0], [-1])}
-        >>> batch = TensorDict(observation=torch.tensor([[1.0, 2.0]]), action=torch.ones(1, 1), batch_size=[1])
-        >>> doubled = MirrorAugmentation(mirrors, ["observation"])(batch)
-        >>> doubled["observation"], doubled["action"].flatten()
-        (tensor([[1., 2.],
-                [2., 1.]]), tensor([ 1., -1.]))
+        >>> actor = gaussian_actor({"observation": 2}, 1)
+        >>> batch = actor(TensorDict(observation=torch.tensor([[1.0, 2.0]]), batch_size=[1])).detach()
+        >>> doubled = MirrorAugmentation(mirrors, actor)(batch)
+        >>> doubled["observation"]
+        tensor([[1., 2.],
+                [2., 1.]])
+        >>> bool(doubled["action"][1] == -doubled["action"][0])
+        True
     """
 
     def __init__(
         self,
         mirrors: Mapping[str, SignedPermutation] | None,
-        in_keys: Iterable[NestedKey] = (),
+        policy: ProbabilisticTensorDictSequential,
+        critic: TensorDictModuleBase | None = None,
         *,
         action_key: str = "action",
-        loc_key: NestedKey = "loc",
-        scale_key: NestedKey = "scale",
     ) -> None:
-        self.mirrors = mirrors
-        self.action_key, self.loc_key, self.scale_key = action_key, loc_key, scale_key
+        self.mirrors, self.policy, self.action_key = mirrors, policy, action_key
         if mirrors is not None:
-            missing = [key for key in dict.fromkeys([*in_keys, action_key]) if key not in mirrors]
+            read = [*policy.in_keys, *(critic.in_keys if critic is not None else []), action_key]
+            missing = [key for key in dict.fromkeys(read) if key not in mirrors]
             if missing:
                 raise ValueError(
                     f"Symmetry needs a mirror for {missing}; the environment publishes {sorted(mirrors) or 'none'}. "
@@ -108,20 +113,22 @@ class MirrorAugmentation:
                 )
 
     def mirror(self, batch: TensorDictBase) -> TensorDictBase:
-        """The mirror image of a batch of any shape; what is not mirrored is shared with it."""
+        """The mirror image of a batch of any shape, without the policy's own numbers; the rest is shared."""
         mirrored = batch.copy()
         for key, mirror in (self.mirrors or {}).items():
             for entry in (key, ("next", key)):
                 if (value := batch.get(entry, None)) is not None:
                     mirrored.set(entry, mirror.to(value.device)(value))
-        if self.mirrors:
-            joints = self.mirrors[self.action_key]
-            if (loc := batch.get(self.loc_key, None)) is not None:
-                mirrored.set(self.loc_key, joints(loc))
-            if (scale := batch.get(self.scale_key, None)) is not None:
-                mirrored.set(self.scale_key, joints(scale).abs())
         return mirrored
 
+    @torch.no_grad()
     def __call__(self, batch: TensorDictBase) -> TensorDictBase:
         """Returns the batch followed by its mirror image along the first dimension."""
-        return batch if self.mirrors is None else torch.cat([batch, self.mirror(batch)], 0)
+        if self.mirrors is None:
+            return batch
+        mirrored = self.mirror(batch)
+        parameters = self.policy.get_dist_params(mirrored.select(*self.policy.in_keys))
+        for key in set(parameters.keys(True, True)) - set(self.policy.in_keys):
+            if batch.get(key, None) is not None:
+                mirrored.set(key, parameters.get(key))
+        return torch.cat([batch, mirrored], 0)

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
-from torch import Tensor
 from torchrl.data import Binary, Bounded, Composite, Unbounded
 from torchrl.envs import EnvBase
 
@@ -438,7 +437,7 @@ class Quadruped(EnvBase):
         return self._pack(k).set("reward", torch.from_numpy(reward.astype(np.float32)[:, None]).to(self.device))
 
     def _simulate(self) -> np.ndarray:
-        """Advance the physics by one control step; returns which rows diverged, after putting them back to the start."""
+        """Advance the physics by one control step; returns which rows diverged, now back where they started."""
         mujoco = self._mujoco
         warned = self._warnings[:, :, 1].sum(-1)
         # MuJoCo would print every warning and append it to a file in the working directory.
@@ -448,7 +447,7 @@ class Quadruped(EnvBase):
             self._batch.step(nstep=SUBSTEPS)
         finally:
             mujoco.set_mju_user_warning(handler)
-        # A row with a warning was silently reset by MuJoCo; one that spins this fast is about to be. NaN compares false.
+        # A row with a warning was silently reset by MuJoCo; one this fast is about to be. NaN compares false.
         sound = np.abs(self._state).max(-1) < 1e8
         sound &= (np.abs(self._qvel).max(-1) < 200.0) & (self._warnings[:, :, 1].sum(-1) == warned)
         diverged = ~sound
@@ -690,8 +689,8 @@ class Quadruped(EnvBase):
         expected = {name: value.shape for name, value in vars(self._rows).items()}
         if found != expected:
             raise ValueError(
-                f"{type(self).__name__} state has entries {found}; expected {expected} for num_envs={self.num_envs} and "
-                f"groups={self.groups}. Build the environment with the arguments of the saved run."
+                f"{type(self).__name__} state has entries {found}; expected {expected} for num_envs={self.num_envs} "
+                f"and groups={self.groups}. Build the environment with the arguments of the saved run."
             )
         for name, value in state["rows"].items():
             getattr(self._rows, name)[:] = value.cpu().numpy()

@@ -58,8 +58,8 @@ def trot_clip(
     reach = np.square(x) + np.square(z)
     if reach.max() >= (2 * LINK) ** 2:
         raise ValueError(
-            f"speed={speed} at frequency={frequency} takes strides of {stride:.2f} m, which the legs cannot reach; use a "
-            "lower speed or a higher frequency."
+            f"speed={speed} at frequency={frequency} takes strides of {stride:.2f} m, which the legs cannot reach; use "
+            "a lower speed or a higher frequency."
         )
     knee = -np.arccos((reach - 2 * LINK**2) / (2 * LINK**2))
     hip = np.arctan2(-x, -z) - knee / 2
