@@ -61,7 +61,7 @@ class Drawn:
     """Frames of lines seen from the side (upper half) and from above (lower half), drawn with pillow."""
 
     def __init__(self, env):
-        self.env, self.pixels = env, 160  # per metre
+        self.env, self.pixels = env, 240  # per metre
 
     def __call__(self):
         from PIL import Image, ImageDraw
@@ -69,7 +69,7 @@ class Drawn:
         image = Image.new("RGB", (480, 360), "white")
         draw, parts = ImageDraw.Draw(image), lines(self.env)
         centre = parts[0].mean(0)
-        x = np.linspace(centre[0] - 1.5, centre[0] + 1.5, 121)
+        x = np.linspace(centre[0] - 1.0, centre[0] + 1.0, 121)
         views = ((2, 150, 0.0, self.env._ground(x, np.full_like(x, centre[1]))), (1, 270, centre[1], None))
         for axis, base, middle, ground in views:
             if ground is not None:

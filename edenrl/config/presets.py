@@ -10,7 +10,7 @@ _SMALL = {"actor_hidden": (64, 64), "critic_hidden": (64, 64)}
 
 # Symmetry and a learning rate that follows a KL of 0.02 are what makes it walk within a minute.
 QUADRUPED: dict[str, Any] = {
-    "total_frames": 1_500_000,
+    "total_frames": 1_000_000,
     "env": {"num_envs": 64, "kwargs": {"groups": ["policy", "critic", "metrics"]}},
     "algorithm": _SMALL
     | {

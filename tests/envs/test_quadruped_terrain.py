@@ -77,11 +77,13 @@ def test_difficulty_grows_from_flat_ground_to_the_documented_sizes(kind: str) ->
     assert (tile(1.0)[:, :28] == 0).all() and (tile(1.0)[:, 145:] == 0).all()
 
 
-def test_refuses_unknown_kinds_and_difficulties_outside() -> None:
+def test_refuses_unknown_arguments_kinds_and_difficulties_outside() -> None:
     with pytest.raises(ValueError, match=r"kinds=\['lava'\]"):
         make(1, kinds=["lava"])
     with pytest.raises(ValueError, match="difficulties"):
         make(1, difficulty=1.5)
+    with pytest.raises(ValueError, match=r"does not take \['dificulty'\]"):
+        make(1, dificulty=0.5)
 
 
 # ---- looking at the ground -----------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -42,7 +43,7 @@ class QuadrupedTerrain(Quadruped):
         kwargs: Arguments of ``Quadruped``. Defaults differ: ``vx`` 0.5 to 1 m/s, no zero commands, 20 s.
 
     Raises:
-        ValueError: an unknown kind, or a difficulty outside [0, 1].
+        ValueError: an unknown argument or kind, or a difficulty outside [0, 1].
 
     Source: the curriculum follows Rudin et al. 2021, arXiv:2109.11978.
 
@@ -64,6 +65,12 @@ class QuadrupedTerrain(Quadruped):
         episode_seconds: float = 20.0,
         **kwargs: Any,
     ) -> None:
+        known = set(inspect.signature(Quadruped.__init__).parameters) - {"self", "num_envs"}
+        if unknown := sorted(set(kwargs) - known):
+            raise ValueError(
+                f"QuadrupedTerrain does not take {unknown}; besides kinds, difficulty and terrain_seed it takes "
+                f"{sorted(known)}."
+            )
         levels = np.linspace(0.0, 1.0, LEVELS) if difficulty is None else [difficulty]
         self._course = build_course(tuple(kinds), tuple(float(level) for level in levels), terrain_seed)
         self.kinds = tuple(kinds)

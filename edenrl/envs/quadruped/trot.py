@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -97,11 +98,6 @@ def save_trot_clips(
         raise ValueError(f"{path} was given; expected a file name that ends in .npz.")
     clips = [np.tile(DEFAULT_POSE, (round(seconds * fps), 1))]
     clips += [trot_clip(seconds, speed=speed, frequency=max(2.0, 2.5 * speed), fps=fps) for speed in speeds]
-    np.savez(
-        path,
-        **{f"motion_{index}": clip.astype(np.float32) for index, clip in enumerate(clips)},
-        fps=np.float32(fps),
-        num_motions=np.int64(len(clips)),
-        joint_names=np.array(JOINT_NAMES),
-        speeds=np.array([0.0, *speeds], dtype=np.float32),
-    )
+    entries: dict[str, Any] = {f"motion_{index}": clip.astype(np.float32) for index, clip in enumerate(clips)}
+    entries |= {"fps": np.float32(fps), "num_motions": np.int64(len(clips)), "joint_names": np.array(JOINT_NAMES)}
+    np.savez(path, **entries, speeds=np.array([0.0, *speeds], dtype=np.float32))
