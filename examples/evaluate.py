@@ -35,11 +35,13 @@ def main(argv=None):
     parser.add_argument("--episodes", type=int, help="finished episodes (default: as in the run's configuration)")
     parser.add_argument("--checkpoint", default="best", help="best (default), latest, or a checkpoint's name or path")
     parser.add_argument("--seed", type=int, help="seed of the environments (default: the run's evaluation seed)")
+    parser.add_argument("--kwargs", type=json.loads, default={}, help="environment arguments as JSON, over the run's")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     args = parser.parse_args(argv)
 
     run = Path(args.run).expanduser()
     trainer, cfg = load_run(run)
+    cfg.env.kwargs = cfg.env.kwargs | args.kwargs
     device = setup(cfg)
     env = build_env(cfg, device, num_envs=1)
     policy = trainer.make_policy(cfg, env).to(device)

@@ -8,10 +8,10 @@ import torch
 from pydantic import Field
 
 from edenrl.collectors import make_collector
-from edenrl.config import PPOConfig, RunConfig, parse_cli
+from edenrl.config import QUADRUPED, QUADRUPED_TERRAIN, PPOConfig, RunConfig, parse_cli
 from edenrl.distributed import num_iterations
 from edenrl.envs import action_box, wrap_env
-from edenrl.modules import make_actor, observation_groups, update_normalization, value_critic
+from edenrl.modules import MirrorAugmentation, make_actor, observation_groups, update_normalization, value_critic
 from edenrl.objectives import GAE, PPOLoss
 from edenrl.optim import GradientStep, make_lr_schedule, make_optimizer
 from edenrl.training import Run, average, build_env, collector_options, evaluate_run, rollout_metrics, run_script, setup
@@ -22,6 +22,7 @@ FEW_ENVS = SMALL | dict(
     steps_per_env=128, num_minibatches=8, epochs=10, lr=3e-4, lr_schedule="linear", critic_coeff=0.5,
     entropy_coeff=0.0, max_grad_norm=0.8, init_std=0.37, activation="tanh", normalize_advantage="minibatch",
 )  # fmt: skip
+SHORT = dict(total_frames=200_000, env=dict(num_envs=16, reward_scale=0.1), algorithm=FEW_ENVS)
 PRESETS = {
     "PointMass": dict(
         total_frames=1_000_000,
@@ -30,13 +31,11 @@ PRESETS = {
         evaluation=dict(num_episodes=128),
     ),
     "HalfCheetah-v5": dict(total_frames=1_000_000, env=dict(num_envs=16, reward_scale=0.1), algorithm=FEW_ENVS),
-    "Pendulum-v1": dict(
-        total_frames=200_000,
-        env=dict(num_envs=16, reward_scale=0.1),
-        algorithm=FEW_ENVS | dict(gamma=0.95, init_std=1.0, lr=1e-3),
-    ),
-    "InvertedPendulum-v5": dict(total_frames=200_000, env=dict(num_envs=16, reward_scale=0.1), algorithm=FEW_ENVS),
-    "CartPole-v1": dict(total_frames=200_000, env=dict(num_envs=16, reward_scale=0.1), algorithm=FEW_ENVS),
+    "Pendulum-v1": SHORT | dict(algorithm=FEW_ENVS | dict(gamma=0.95, init_std=1.0, lr=1e-3)),
+    "InvertedPendulum-v5": SHORT,
+    "CartPole-v1": SHORT,
+    "Quadruped": QUADRUPED,
+    "QuadrupedTerrain": QUADRUPED_TERRAIN,
 }
 
 
@@ -88,6 +87,7 @@ def main(argv=None):
         functional=False,
     )
 
+    augment = MirrorAugmentation(getattr(env, "mirrors", {}) if algo.symmetry else None, policy, critic)
     frames = cfg.env.num_envs * algo.steps_per_env
     iterations, updates = num_iterations(cfg.total_frames, frames), algo.epochs * algo.num_minibatches
     optimizer = make_optimizer(algo.optimizer, loss.parameters(), lr=algo.lr)
@@ -113,9 +113,9 @@ def main(argv=None):
         for _ in run:
             rollout = next(rollouts)
             gae(rollout)
-            data, metrics = rollout.exclude("next", "collector").reshape(-1), []
+            data, metrics = augment(rollout.exclude("next", "collector").reshape(-1)), []
             for _ in range(algo.epochs):
-                for batch in data[torch.randperm(frames, device=device)].split(frames // algo.num_minibatches):
+                for batch in data[torch.randperm(len(data), device=device)].split(len(data) // algo.num_minibatches):
                     losses = loss(batch)
                     metrics.append({**losses, **step(losses)})
             # After the update, so that the policy that was optimized is the one that acted.

@@ -70,6 +70,7 @@ def test_ppo_defaults_are_the_table_of_the_specification() -> None:
         "init_std": 1.0,
         "normalize_observations": True,
         "normalize_advantage": "rollout",
+        "symmetry": False,
         "action_bound_coeff": 0.0,
         "optimizer": "adam",
         "on_nonfinite": "raise",

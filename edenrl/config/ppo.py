@@ -38,5 +38,7 @@ class PPOConfig(PPOSettings):
     """Widths of the critic's hidden layers, as 256,128,64."""
     activation: Literal["elu", "relu", "tanh", "silu"] = "elu"
     """Activation between hidden layers."""
+    symmetry: bool = False
+    """Double every rollout by its mirror image, as the environment's mirrors describe it."""
     optimizer: Literal["adam", "adamw", "sgd", "rmsprop"] = "adam"
     """Optimizer of actor and critic."""

@@ -6,6 +6,7 @@ from edenrl.envs.groups import SameStateGroups, assert_same_start, repeat_in_gro
 from edenrl.envs.gym import GymVectorEnv, make_gym_env
 from edenrl.envs.learning_env import DifferentiableVecEnv, LearningEnvAdapter, LearningVecEnv
 from edenrl.envs.point_mass import PointMass
+from edenrl.envs.quadruped import Quadruped, QuadrupedTerrain
 from edenrl.envs.registry import make_env, register_env, registered_envs
 from edenrl.envs.self_resetting import SelfResettingEnv
 from edenrl.envs.tensor_state import TensorStateEnv
@@ -32,6 +33,8 @@ __all__ = [
     "LearningEnvAdapter",
     "LearningVecEnv",
     "PointMass",
+    "Quadruped",
+    "QuadrupedTerrain",
     "RolloutPlan",
     "SameStateGroups",
     "ScheduledEnv",
@@ -53,3 +56,5 @@ __all__ = [
 
 register_env("PointMass", PointMass, override=True)
 register_env("CartPoleSwingUp", CartPoleSwingUp, override=True)
+register_env("Quadruped", Quadruped, override=True)
+register_env("QuadrupedTerrain", QuadrupedTerrain, override=True)

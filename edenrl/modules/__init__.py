@@ -25,6 +25,7 @@ from edenrl.modules.simba import (
     simba_actor,
     simba_critic,
 )
+from edenrl.modules.symmetry import MirrorAugmentation, SignedPermutation
 
 __all__ = [
     "GaussianMLP",
@@ -36,6 +37,9 @@ __all__ = [
     "RunningNorm",
     "Scaler",
     "SimBa",
+    "MirrorAugmentation",
+    "RunningNorm",
+    "SignedPermutation",
     "StateIndependentStd",
     "categorical_actor",
     "gaussian_actor",

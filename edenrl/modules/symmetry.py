@@ -1,0 +1,134 @@
+"""Mirror symmetry: signed permutations, and batches doubled by their mirror image."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModuleBase
+from torch import Tensor, nn
+
+__all__ = ["MirrorAugmentation", "SignedPermutation"]
+
+
+class SignedPermutation(nn.Module):
+    """Mirrors a vector by reordering its components and flipping signs; applied twice it changes nothing.
+
+    Args:
+        index: the component that each output takes.
+        sign: +1 or -1 for each output. Default: all +1.
+
+    Raises:
+        ValueError: other signs, lengths that differ, or a map that is not its own inverse.
+
+    Examples:
+        >>> import torch
+        >>> from edenrl.modules import SignedPermutation
+        >>> mirror = SignedPermutation([1, 0, 2], [1, 1, -1])
+        >>> mirror(torch.tensor([[1.0, 2.0, 3.0]]))
+        tensor([[ 2.,  1., -3.]])
+    """
+
+    index: Tensor
+    sign: Tensor
+
+    def __init__(self, index: Sequence[int], sign: Sequence[float] | None = None) -> None:
+        super().__init__()
+        index = [int(entry) for entry in index]
+        signs = [1.0] * len(index) if sign is None else [float(entry) for entry in sign]
+        if len(signs) != len(index) or any(abs(entry) != 1.0 for entry in signs):
+            raise ValueError(f"sign={signs} was given; expected one +1 or -1 for each of the {len(index)} indices.")
+        if sorted(index) != list(range(len(index))):
+            raise ValueError(f"index={index} was given; expected each of 0..{len(index) - 1} once.")
+        wrong = [i for i, j in enumerate(index) if index[j] != i or signs[i] * signs[j] != 1.0]
+        if wrong:
+            raise ValueError(
+                f"Mirroring twice does not give back components {wrong}: index={index}, sign={signs}. A component and "
+                "its partner must point at each other with equal signs."
+            )
+        self.register_buffer("index", torch.tensor(index), persistent=False)
+        self.register_buffer("sign", torch.tensor(signs), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Mirrors the last dimension of ``x``, ``(*batch, width)``."""
+        if x.shape[-1] != len(self.index):
+            raise ValueError(f"A mirror of width {len(self.index)} was given a tensor of shape {tuple(x.shape)}.")
+        return x[..., self.index] * self.sign.to(x.dtype)
+
+
+class MirrorAugmentation:
+    """Doubles a batch of transitions by their mirror images, for tasks that are symmetric.
+
+    A mirrored transition has the mirrored observations (also under ``"next"``) and the mirrored action; reward, flags,
+    advantage, value and log-probability are those of the original. It is what the mirrored policy would have collected,
+    so that the probability ratio weighs each mirrored action by how likely the policy is to take it there. (Were the
+    log-probability computed anew, actions that the policy would hardly take had ratio 1 and destroyed the update.)
+    ``loc`` and ``scale`` are the policy's own at the mirrored observation: their KL divergence from the policy that is
+    optimized measures how far it has moved, and not how asymmetric it was.
+
+    Args:
+        mirrors: ``SignedPermutation`` per observation key, and one under ``action_key``; those of entries that a batch
+            lacks are ignored. An environment publishes them as ``env.mirrors``. None: batches are returned as they are.
+        policy: the actor at collection.
+        critic: if given, what it reads must have mirrors, too.
+        action_key: of the action. Default ``"action"``.
+
+    Raises:
+        ValueError: something that is read has no mirror.
+
+    Source: Mittal et al. 2024, "Symmetry Considerations for Learning Task Symmetric Robot Policies", arXiv:2403.04359.
+
+    Examples:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from edenrl.modules import MirrorAugmentation, SignedPermutation, gaussian_actor
+        >>> mirrors = {"observation": SignedPermutation([1, 0]), "action": SignedPermutation([0], [-1])}
+        >>> actor = gaussian_actor({"observation": 2}, 1)
+        >>> batch = actor(TensorDict(observation=torch.tensor([[1.0, 2.0]]), batch_size=[1])).detach()
+        >>> doubled = MirrorAugmentation(mirrors, actor)(batch)
+        >>> doubled["observation"]
+        tensor([[1., 2.],
+                [2., 1.]])
+        >>> bool(doubled["action"][1] == -doubled["action"][0])
+        True
+    """
+
+    def __init__(
+        self,
+        mirrors: Mapping[str, SignedPermutation] | None,
+        policy: ProbabilisticTensorDictSequential,
+        critic: TensorDictModuleBase | None = None,
+        *,
+        action_key: str = "action",
+    ) -> None:
+        self.mirrors, self.policy, self.action_key = mirrors, policy, action_key
+        if mirrors is not None:
+            read = [*policy.in_keys, *(critic.in_keys if critic is not None else []), action_key]
+            missing = [key for key in dict.fromkeys(read) if key not in mirrors]
+            if missing:
+                raise ValueError(
+                    f"Symmetry needs a mirror for {missing}; the environment publishes {sorted(mirrors) or 'none'}. "
+                    "Read other groups, or switch symmetry off."
+                )
+
+    def mirror(self, batch: TensorDictBase) -> TensorDictBase:
+        """The mirror image of a batch of any shape, without the policy's own numbers; the rest is shared."""
+        mirrored = batch.copy()
+        for key, mirror in (self.mirrors or {}).items():
+            for entry in (key, ("next", key)):
+                if (value := batch.get(entry, None)) is not None:
+                    mirrored.set(entry, mirror.to(value.device)(value))
+        return mirrored
+
+    @torch.no_grad()
+    def __call__(self, batch: TensorDictBase) -> TensorDictBase:
+        """Returns the batch followed by its mirror image along the first dimension."""
+        if self.mirrors is None:
+            return batch
+        mirrored = self.mirror(batch)
+        parameters = self.policy.get_dist_params(mirrored.select(*self.policy.in_keys))
+        for key in set(parameters.keys(True, True)) - set(self.policy.in_keys):
+            if batch.get(key, None) is not None:
+                mirrored.set(key, parameters.get(key))
+        return torch.cat([batch, mirrored], 0)

@@ -1,0 +1,81 @@
+"""Showing a run's policy, and the quadruped under the training script."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from edenrl.training import read_metrics
+
+pytest.importorskip("mujoco", minversion="4.0")
+imageio = pytest.importorskip("imageio")
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TINY = ["--env.num_envs=4", "--evaluation.num_episodes=1", "--num_threads=1", "--checkpoint.interval_iterations=2"]
+FRAMES = 4 * 24
+
+
+def load_script(name):
+    sys.path.insert(0, str(EXAMPLES))
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "robot"
+    arguments = [f"--run_dir={folder}", "--env.name=Quadruped", f"--total_frames={2 * FRAMES}", "--quiet", *TINY]
+    load_script("train_ppo").main(arguments)
+    return folder
+
+
+def test_writes_an_animation(run_dir, capsys):
+    load_script("play").main([str(run_dir), "--lines", "--seconds", "0.4"])
+    frames = imageio.mimread(run_dir / "play.gif")
+    assert len(frames) == 10 and frames[0].shape[:2] == (360, 480)
+    assert (frames[0] != frames[-1]).any()
+    assert "10 frames" in capsys.readouterr().out
+
+
+def test_refuses_another_kind_of_file(run_dir):
+    with pytest.raises(ValueError, match=r"\.gif or \.mp4"):
+        load_script("play").main([str(run_dir), "--output", "play.png"])
+
+
+def test_a_run_resumes_bit_for_bit(run_dir, tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train, name = load_script("train_ppo"), "--env.name=Quadruped"
+    short = "--env.kwargs.episode_seconds=0.5"  # several episodes end on the way
+    train.main([f"--run_dir={whole}", name, short, f"--total_frames={4 * FRAMES}", "--quiet", *TINY])
+    train.main([f"--run_dir={parts}", name, short, f"--total_frames={2 * FRAMES}", "--quiet", *TINY])
+    train.main([f"--resume={parts}", f"--total_frames={4 * FRAMES}", "--quiet"])
+    expected, got = (
+        [
+            {k: v for k, v in row.items() if k != "seconds" and "eval/" not in k}
+            for row in read_metrics(d / "metrics.csv")
+        ]
+        for d in (whole, parts)
+    )
+    assert len(expected) == 4 and got == expected
+    assert sum(row["episode/count"] for row in expected) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", ["1", "2", "3"])
+def test_the_quadruped_follows_commands_and_stands_still(tmp_path, seed):
+    import json
+
+    def evaluate(kwargs):
+        command = [sys.executable, EXAMPLES / "evaluate.py", tmp_path / "run", "--json", "--seed", "777"]
+        command += ["--checkpoint", "latest", "--episodes", "64", "--kwargs", json.dumps(kwargs)]
+        return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+    command = [sys.executable, EXAMPLES / "train_ppo.py", "--env.name", "Quadruped", "--seed", seed, "--quiet"]
+    subprocess.run([*command, "--run_dir", tmp_path / "run", "--num_threads", "1"], check=True)
+    moving, standing = evaluate({}), evaluate({"zero_commands": 1.0})
+    assert moving["velocity_error"] < 0.10 and moving["fallen"] == 0.0
+    assert standing["velocity_error"] < 0.03 and standing["fallen"] == 0.0

@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torchrl.modules import ProbabilisticActor
+
+from edenrl.modules import MirrorAugmentation, SignedPermutation, gaussian_actor, value_critic
+from edenrl.objectives import PPOLoss
+
+# Two numbers that change places, and one that changes its sign.
+MIRRORS = {"observation": SignedPermutation([1, 0, 2], [1, 1, -1]), "action": SignedPermutation([1, 0], [-1, -1])}
+
+
+@pytest.fixture
+def actor() -> ProbabilisticActor:
+    return gaussian_actor({"observation": 3}, 2, hidden=(8,), normalize=False)
+
+
+def batch(actor: ProbabilisticActor, *shape: int) -> TensorDict:
+    data = TensorDict(
+        observation=torch.randn(*shape, 3), next=dict(observation=torch.randn(*shape, 3)), batch_size=shape
+    )
+    data["advantage"], data["value_target"] = torch.randn(*shape, 1), torch.randn(*shape, 1)
+    data["state_value"] = torch.randn(*shape, 1)
+    with torch.no_grad():
+        return actor(data)
+
+
+def test_permutation_by_hand() -> None:
+    mirror = SignedPermutation([2, 1, 0], [-1, 1, -1])
+    x = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]], dtype=torch.float64)
+    assert mirror(x).tolist() == [[-3.0, 2.0, -1.0], [-6.0, 5.0, -4.0]]
+    assert mirror(x).dtype == torch.float64
+    assert torch.equal(mirror(mirror(x)), x)
+    assert mirror.state_dict() == {}
+
+
+@pytest.mark.parametrize(
+    ("index", "sign", "message"),
+    [
+        ([1, 2, 0], None, "Mirroring twice"),
+        ([1, 0], [1, -1], "Mirroring twice"),
+        ([0, 0], None, "each of 0..1 once"),
+        ([0, 1], [1], "one .1 or -1 for each"),
+        ([0], [0.5], "one .1 or -1 for each"),
+    ],
+)
+def test_refuses_what_is_not_a_mirror(index: list[int], sign: list[float] | None, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SignedPermutation(index, sign)
+
+
+def test_refuses_another_width() -> None:
+    with pytest.raises(ValueError, match=r"width 2 .* \(4, 3\)"):
+        SignedPermutation([1, 0])(torch.zeros(4, 3))
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 3)])
+def test_the_second_half_is_the_mirror_of_the_first(actor: ProbabilisticActor, shape: tuple[int, ...]) -> None:
+    data = batch(actor, *shape)
+    before = data.clone()
+    doubled = MirrorAugmentation(MIRRORS, actor)(data)
+    assert (data == before).all()
+    assert doubled.batch_size == (2 * shape[0], *shape[1:])
+    original, mirrored = doubled[: shape[0]], doubled[shape[0] :]
+    assert (original == data).all()
+    o, a = data["observation"], data["action"]
+    assert torch.equal(mirrored["observation"], torch.stack([o[..., 1], o[..., 0], -o[..., 2]], -1))
+    assert torch.equal(mirrored["next", "observation"][..., 2], -data["next", "observation"][..., 2])
+    assert torch.equal(mirrored["action"], torch.stack([-a[..., 1], -a[..., 0]], -1))
+    for key in ("advantage", "value_target", "state_value", "action_log_prob"):
+        assert torch.equal(mirrored[key], data[key])
+    expected = actor.get_dist(TensorDict(observation=mirrored["observation"], batch_size=shape))
+    torch.testing.assert_close(mirrored["loc"], expected.base_dist.loc)
+    assert not torch.allclose(mirrored["loc"], data["loc"])
+
+
+def test_the_loss_sees_the_importance_weight_of_mirrored_actions(actor: ProbabilisticActor) -> None:
+    """With the networks that collected the data: the ratio is 1 and exp(log pi(Ma | Mo) - log pi(a | o)); KL is 0."""
+    data = batch(actor, 16)
+    doubled = MirrorAugmentation(MIRRORS, actor)(data)
+    loss = PPOLoss(
+        actor, value_critic({"observation": 3}, normalize=False), functional=False, normalize_advantage=False
+    )
+    out = loss(doubled)
+    mirrored = doubled[16:]
+    ratio = (actor.get_dist(mirrored).log_prob(mirrored["action"]) - data["action_log_prob"]).exp()
+    torch.testing.assert_close(out["mean_ratio"], 0.5 * (1 + ratio.mean()))
+    assert out["kl"].item() == pytest.approx(0.0, abs=1e-6)
+
+
+def test_off_and_refusals(actor: ProbabilisticActor) -> None:
+    data = batch(actor, 4)
+    assert MirrorAugmentation(None, actor)(data) is data
+    with pytest.raises(ValueError, match=r"mirror for \['observation', 'action'\].*publishes none"):
+        MirrorAugmentation({}, actor)
+    with pytest.raises(ValueError, match=r"mirror for \['critic'\]"):
+        MirrorAugmentation(MIRRORS, actor, value_critic({"critic": 2}))
