@@ -11,7 +11,7 @@ import random
 import signal
 import sys
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Literal
 
@@ -99,9 +99,12 @@ def _seeded(worker_env: Callable[[int], EnvBase], seed: int, worker: int) -> Env
 
 
 def _ignore_signals() -> None:
-    # A terminal or a job manager signals every process; only the learner answers, by ending the iteration.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    # A terminal or a job manager signals every process; only the learner answers, by ending the iteration. SIGTERM
+    # keeps its meaning, because TorchRL ends the others with it when one has failed; a group of their own keeps the
+    # one that is sent to all away.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if hasattr(os, "setpgid"):
+        os.setpgid(0, 0)
 
 
 class _Worker(Collector):
@@ -119,11 +122,28 @@ class _Worker(Collector):
         GlobalRNGState().load_state_dict(state["rng"])
 
 
+class _MultiSync(MultiSyncCollector):
+    """Says which worker failed, whatever TorchRL makes of it."""
+
+    def iterator(self) -> Iterator[TensorDictBase]:
+        try:
+            yield from super().iterator()
+        except (RuntimeError, ValueError, OSError) as error:
+            # Those that TorchRL has ended itself are closed.
+            ended = {i: p.exitcode for i, p in enumerate(self.procs) if not p._closed and p.exitcode is not None}
+            if not ended:
+                raise
+            failed, status = next(iter(ended.items()))
+            raise ChildProcessError(
+                f"Worker {failed} of the collector ended (exit status {status}); its own message stands above."
+            ) from error
+
+
 _CPU: dict[str, Any] = {name: "cpu" for name in ("policy_device", "env_device", "storing_device")}
 
 
 def _multi_sync(makers: list[Maker], policy: Any, frames: int) -> BaseCollector:
-    return MultiSyncCollector(
+    return _MultiSync(
         makers,
         policy,
         frames_per_batch=frames,

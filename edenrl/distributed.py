@@ -241,7 +241,8 @@ def failing_together() -> Iterator[None]:
         if not several_processes():
             raise
         me, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
-        lost = isinstance(error, dist.DistError) or "gloo" in str(error).lower()
+        # gloo raises a bare RuntimeError that begins with the place in its source.
+        lost = isinstance(error, dist.DistError) or type(error) is RuntimeError and "/gloo/" in str(error)
         first = None
         # The store may be gone with the process that held it.
         with contextlib.suppress(Exception):
@@ -252,6 +253,11 @@ def failing_together() -> Iterator[None]:
         if not lost:
             raise
         cause = first or f"another process ended without a message; it may have been killed ({error})"
+        if not first and ("timed out" in str(error).lower() or "timeout" in str(error).lower()):
+            cause = (
+                "another process that did not answer in time. Raise --process_timeout if it was busy, with a long "
+                f"evaluation for example; otherwise it hangs ({error})"
+            )
         raise SystemExit(f"Process {me} stops because of {cause}") from None
     except SystemExit:
         stop()

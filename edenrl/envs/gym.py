@@ -286,7 +286,10 @@ class _QuietSyncVectorEnv(SyncVectorEnv):
 def _make_one(env_id: str, uses_mujoco: bool, kwargs: dict[str, Any], owner: int) -> gymnasium.Env:
     if os.getpid() != owner:
         # A terminal sends Ctrl-C to every process of a run; its owner decides when this one ends.
+        # SIGTERM is what Gymnasium itself ends it with; a group of its own keeps the one away that is sent to all.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if hasattr(os, "setpgid"):
+            os.setpgid(0, 0)
     if not uses_mujoco:
         return gymnasium.make(env_id, **kwargs)
     with _without_mass_warning():

@@ -103,9 +103,9 @@ class LearningEnvAdapter(SelfResettingEnv):
     def __init__(
         self, env: LearningVecEnv, *, seed: int | None = None, metric_keys: Sequence[str] | None = None
     ) -> None:
-        if not isinstance(env, LearningVecEnv):
-            needed = ("num_envs", "device", "single_observation_space", "single_action_space", "reset", "step")
-            absent = [name for name in needed if not hasattr(env, name)]
+        needed = ("num_envs", "device", "single_observation_space", "single_action_space", "reset", "step")
+        # Not isinstance: from Python 3.12 on it does not see what a wrapper passes on with __getattr__.
+        if absent := [name for name in needed if not hasattr(env, name)]:
             raise TypeError(
                 f"LearningEnvAdapter was given a {type(env).__name__} without {', '.join(absent)}; expected a "
                 f"LearningVecEnv with {', '.join(needed)}."
@@ -171,7 +171,7 @@ class LearningEnvAdapter(SelfResettingEnv):
         Raises:
             TypeError: the inner environment is not a ``DifferentiableVecEnv``.
         """
-        if not isinstance(self.inner, DifferentiableVecEnv):
+        if not callable(getattr(self.inner, "detach_state", None)):
             raise TypeError(f"{self._name} has no detach_state(): it is not a DifferentiableVecEnv.")
         observation = _groups(self.inner.detach_state(), self.num_envs, self._name)
         self._observation = self._check_groups(observation, "detach_state").detach().clone()

@@ -163,6 +163,11 @@ def _import_factory(name: str, module: str, attribute: str) -> EnvFactory:
     if here not in sys.path:
         # Last, so that a file in the working directory hides no installed package.
         sys.path.append(here)
+    if not all(module.split(".")):
+        raise ValueError(
+            f"Unknown environment {name!r}: {module!r} is no module name. Expected <module>:<factory>, such as "
+            "my_robots:reacher for the function reacher in my_robots.py."
+        )
     try:
         found = importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -185,7 +190,7 @@ def _import_factory(name: str, module: str, attribute: str) -> EnvFactory:
 def _check_arguments(name: str, factory: EnvFactory, *call: Any) -> None:
     num_envs, device, seed, kwargs = call
     # The metaclass of EnvBase hides the constructor's own signature.
-    function: Any = vars(factory).get("__init__", factory) if isinstance(factory, type) else factory
+    function: Any = factory.__init__ if isinstance(factory, type) else factory
     signature = inspect.signature(function)
     try:
         signature.bind(*([] if function is factory else [None]), num_envs, device=device, seed=seed, **kwargs)

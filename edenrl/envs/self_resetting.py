@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
@@ -19,7 +20,26 @@ from torchrl.envs import EnvBase
 __all__ = ["InnerStep", "SelfResettingEnv", "action_spec_of", "find_time_limit", "where_rows"]
 
 _log = logging.getLogger("edenrl")
-_RESERVED = ("action", "reward", "done", "terminated", "truncated", "metrics", "reward_groups", "final_obs_missing")
+# What TorchRL, wrap_env and this class write beside the groups.
+_RESERVED = (
+    "action",
+    "reward",
+    "done",
+    "terminated",
+    "truncated",
+    "next",
+    "step_count",
+    "episode_reward",
+    "metrics",
+    "reward_groups",
+    "final_obs_missing",
+)
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    """Logs a warning, once per process: a run builds an environment for every evaluation."""
+    _log.warning("%s", message)
 
 
 def where_rows(rows: Tensor, chosen: TensorDictBase, other: TensorDictBase) -> TensorDict:
@@ -188,7 +208,8 @@ class SelfResettingEnv(EnvBase):
     # ---- TorchRL's side --------------------------------------------------------------------------------------------
 
     def _step(self, tensordict: TensorDictBase) -> TensorDict:
-        inner = self._inner_step(tensordict.get("action"))
+        # A simulator may clip or scale the action in place; the one in the data is what the policy sampled.
+        inner = self._inner_step(tensordict.get("action").clone())
         done = inner.terminated | inner.truncated
         final, missing = self._final(inner.final, done)
         reward = inner.reward.to(self._float)
@@ -207,15 +228,17 @@ class SelfResettingEnv(EnvBase):
     def _final(self, final: TensorDict | None, done: Tensor) -> tuple[TensorDict, Tensor]:
         """The last observations, and which ended rows lack theirs."""
         if final is not None:
-            absent = [key for key in self._groups if key not in final.keys()]
+            present = set(final.keys(True, True))
+            absent = [key for key in self._shapes if key not in present]
             self._final_obs = "given" if not absent else self._final_obs
             if not absent:
                 return final, torch.zeros_like(done)
             text = f"{self._name} gives no last observation of {absent}; the one acted on stands in for it."
             self._say("final", text)
             return self._observation.clone(False).update(final), done.clone()
-        # Reads the host until the first episode has ended, then never again.
-        if self._final_obs == "unknown" and bool(done.any()):
+        # Where looking costs something, only until the first episode has ended.
+        unsure = self._final_obs == "unknown" or (self._final_obs == "given" and self._looking_is_free)
+        if unsure and bool(done.any()):
             self._final_obs = "missing"
             self._say(
                 "final",
@@ -229,12 +252,13 @@ class SelfResettingEnv(EnvBase):
         self._raise_if_nonfinite()
         asked = None if tensordict is None else tensordict.get("_reset", None)
         rows = torch.ones_like(self._waiting) if asked is None else asked.reshape(self.num_envs, 1)
-        if asked is None and not bool(self._waiting.all()):
-            self._observation = self._inner_reset(None).clone()
-        elif asked is not None and bool((stale := rows & ~self._waiting).any()):
-            whole = bool(stale.all())
-            fresh = self._inner_reset(None if whole else stale.squeeze(-1))
-            self._observation = where_rows(stale, fresh, self._observation)
+        if bool((stale := rows & ~self._waiting).any()):
+            # Together with all others a row can always be reset, also when some of these wait.
+            if bool(rows.all()):
+                self._observation = self._inner_reset(None).clone()
+            else:
+                fresh = self._inner_reset(stale.squeeze(-1))
+                self._observation = where_rows(stale, fresh, self._observation)
         self._waiting = self._waiting & ~rows
         self._refuse_nonfinite(self._observation)
         out = self._observation.clone()
@@ -277,7 +301,7 @@ class SelfResettingEnv(EnvBase):
         """Warn once about each topic."""
         if topic not in self._said:
             self._said.add(topic)
-            _log.warning("%s", message)
+            warn_once(message)
 
     def _refuse_nonfinite(self, *data: Mapping[Any, Any] | TensorDictBase) -> None:
         """Counts rows that are not finite, on the device; the host looks where looking is free."""

@@ -83,10 +83,9 @@ class VecEnvAdapter(SelfResettingEnv):
             log_keys = list(_log_of(announced))
         if reward_groups is None:
             reward_groups = all(name in announced for name in _REWARD_GROUPS)
-        observation = env.get_observations()
-        privileged = getattr(env, "get_privileged_observations", None)
-        if isinstance(observation, Tensor) and callable(privileged):
-            observation = (observation, privileged())
+        if hasattr(env, "get_privileged_observations") and callable(getattr(env, "reset", None)):
+            env.reset()  # legged_gym and its kin start their first episodes only when the runner asks them to
+        observation = _look(env)
         space = getattr(env, "single_action_space", None)
         num_envs, num_actions, device = int(env.num_envs), int(env.num_actions), torch.device(env.device)
         action_spec: TensorSpec = Unbounded((num_envs, num_actions), device=device)
@@ -121,7 +120,8 @@ class VecEnvAdapter(SelfResettingEnv):
         if privileged:
             observation = (observation, privileged[0])
         elif isinstance(observation, Tensor):
-            observation = (observation, {"observations": extras.get("observations", {})})
+            further = extras.get("observations")
+            observation = (observation, {"observations": {} if further is None else further})
         groups = _groups(observation, self.num_envs, self._name)
         done = self._flags("dones", dones)
         if extras.get("time_outs") is not None:
@@ -183,9 +183,17 @@ class VecEnvAdapter(SelfResettingEnv):
                 "Add one, and remove what ends episodes from outside (StepCounter(max_steps), max_frames_per_traj)."
             )
         result = reset()
-        if result is None:  # reset_idx only resets
-            result = self.inner.get_observations()
-        return self._check_groups(_groups(result, self.num_envs, self._name), "reset")
+        fresh = result is not None
+        if not fresh:  # reset_idx only resets
+            result = _look(self.inner)
+        observation = self._check_groups(_groups(result, self.num_envs, self._name), "reset")
+        if not fresh and rows is not None and bool((observation[rows] == self._observation[rows]).all()):
+            raise RuntimeError(
+                f"{self._name}.get_observations() returns what the last step saw, also after reset_idx(env_ids). Give "
+                "it a reset(env_ids=...) that returns the new observations, or remove what ends episodes from outside "
+                "(StepCounter(max_steps), max_frames_per_traj)."
+            )
+        return observation
 
     def _reset_call(self, rows: Tensor | None) -> Callable[[], Any] | None:
         """The call that resets all rows (None) or some ``[N]``; None when there is no such method."""
@@ -209,6 +217,12 @@ class VecEnvAdapter(SelfResettingEnv):
         if self._reset_call(None) is not None:
             # The episodes that wait were drawn before the seed.
             self._waiting = torch.zeros_like(self._waiting)
+
+
+def _look(env: Any) -> Any:
+    """Current observations, with those that legged_gym keeps apart."""
+    observation, privileged = env.get_observations(), getattr(env, "get_privileged_observations", None)
+    return (observation, privileged()) if isinstance(observation, Tensor) and callable(privileged) else observation
 
 
 def _log_of(extras: Mapping[str, Any]) -> Mapping[str, Any]:

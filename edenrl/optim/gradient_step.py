@@ -201,12 +201,13 @@ class GradientStep:
     def _average_processes(self, loss: Tensor, kl: Tensor) -> tuple[Tensor, Tensor]:
         """Averages all gradients, the loss and the KL over the processes, each dtype as one flat tensor."""
         parameters = [p for params in self.groups.values() for p in params]
+        has_gradient = loss.new_tensor([p.grad is not None for p in parameters])
         for p in parameters:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
         loss, kl = loss.clone(), kl.reshape(()).clone()
         buckets: dict[torch.dtype, list[Tensor]] = {}
-        for tensor in [*(p.grad for p in parameters if p.grad is not None), loss, kl]:
+        for tensor in [*(p.grad for p in parameters if p.grad is not None), loss, kl, has_gradient]:
             buckets.setdefault(tensor.dtype, []).append(tensor)
         for tensors in buckets.values():
             flat = torch.cat([tensor.flatten() for tensor in tensors])
@@ -214,6 +215,9 @@ class GradientStep:
             flat /= dist.get_world_size()
             for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
                 tensor.copy_(part.view_as(tensor))
+        for p, share in zip(parameters, has_gradient.tolist(), strict=True):
+            if share == 0:  # in no process: as alone, the optimizer leaves it as it is
+                p.grad = None
         return loss, kl
 
     def _drop_update(self, terms: Mapping[Any, Tensor]) -> None:

@@ -96,8 +96,8 @@ def rollout_metrics(rollout: TensorDictBase, box: tuple[Tensor, Tensor] | None =
     out = {"episode/count": done.sum().float()}
     for name, value in sources.items():
         if value is not None and value.numel() == done.numel():
-            # nan_to_num: 0 * NaN is NaN, and a running episode may hold anything.
-            total = (value.flatten().double().nan_to_num() * done).sum()
+            # A running episode may hold anything, NaN too; one that ended with NaN must show it.
+            total = value.flatten().double().where(done, 0.0).sum()
             out[f"episode/{'success_rate' if name == 'success' else name}"] = total / done.sum()
     if box is not None:
         out["action_saturation"] = action_saturation(rollout["action"], box)
@@ -203,6 +203,7 @@ class Run:
         self.interval = cfg.checkpoint.interval_iterations or max(iterations // 10, 1)
         self.evaluation_interval = cfg.evaluation.interval_iterations or self.interval
         self._stop: str | None = None
+        self._parent = os.getppid()
         self._lock: IO[str] | None = None
         self._handlers: dict[int, Any] = {}
         self._stop_asked = -math.inf
@@ -233,6 +234,13 @@ class Run:
         if self._leads:
             self.dir.mkdir(parents=True, exist_ok=True)
             self._lock = _lock(self.dir / ".lock")
+        # Until the first process holds the directory it may be another run's, in which nobody leaves a report.
+        distributed.from_first(None)
+        try:
+            self._refuse_resume()
+        except BaseException:  # no fault of the run: no report in its directory
+            self._unlock()
+            raise
         try:
             self._begin()
             self._catch_signals()
@@ -245,13 +253,10 @@ class Run:
     def _begin(self) -> None:
         """What entering does while it holds the directory."""
         cfg, config = self.cfg, self.dir / "config.json"
-        if cfg.resume is not None and config.exists():
-            refuse_changes(load_config(type(cfg), config), cfg, str(config))
         if self._leads:
             self.checkpoints.sweep()
         resumed = distributed.from_first(cfg.resume is not None and self.checkpoints.latest() is not None)
         if resumed:
-            self._refuse_other_processes()
             self.checkpoints.load()
             self._began = time.monotonic()
         distributed.broadcast_modules(self._modules)
@@ -290,10 +295,15 @@ class Run:
             with contextlib.suppress(ValueError):
                 self._handlers[number] = signal.signal(number, self._request_stop)
 
-    def _refuse_other_processes(self) -> None:
-        path = self.checkpoints.latest()
-        saved = 1 if path is None else Checkpoint.manifest(path)["metadata"].get("processes", 1)
-        if saved != (present := distributed.world_size()):
+    def _refuse_resume(self) -> None:
+        config, path = self.dir / "config.json", self.checkpoints.latest()
+        if self.cfg.resume is None:
+            return
+        if config.exists():
+            refuse_changes(load_config(type(self.cfg), config), self.cfg, str(config))
+        present = distributed.world_size()
+        saved = present if path is None else Checkpoint.manifest(path)["metadata"].get("processes", 1)
+        if saved != present:
             how = f"torchrun --nproc_per_node {saved}" if saved > 1 else "python, without torchrun"
             raise ValueError(
                 f"{path} was saved by {saved} process(es), this run has {present}: environments and random states "
@@ -338,6 +348,10 @@ class Run:
         if evaluated and self._evaluate is not None and self._leads:
             self.evaluation = self._evaluate()
             self._row.update({f"eval/{name}": value for name, value in self.evaluation.items()})
+        if self._stop is None and distributed.world_size() > 1 and os.getppid() != self._parent:
+            # torchrun was killed outright: nobody would end these processes, and they hold the run directory.
+            self._stop = "end of the launcher"
+            self.progress.say("torchrun has ended: stopping after this iteration.")
         # One exchange for the metrics and for the decision to stop, which all processes must take together.
         everyone = distributed.exchange((self._row, self._stop))
         self._ending = any(stop is not None for _, stop in everyone)
@@ -432,7 +446,9 @@ class Run:
             rows["exported policy"] = self._exported["spec"].parent
         rows["run directory"] = self.dir
         if self.iteration < self.iterations:
-            rows["continue with"] = f"python {shlex.quote(sys.argv[0])} --resume {shlex.quote(str(self.dir))}"
+            together = distributed.world_size()
+            launcher = "python" if together == 1 else f"torchrun --nproc_per_node {together}"
+            rows["continue with"] = f"{launcher} {shlex.quote(sys.argv[0])} --resume {shlex.quote(str(self.dir))}"
         return "\n" + format_table(rows, f"{self.algorithm} on {self.cfg.env.name}")
 
 

@@ -167,3 +167,18 @@ def test_mistakes_in_module_and_factory_are_named(in_folder: Path) -> None:
         make_env("my_broken:adapted", 1)
     with pytest.raises(ValueError, match="takes .*max_steps.* called with .*'steps'"):
         make_env("my_robots:adapted", 1, steps=3)
+
+
+@pytest.mark.parametrize("name", [".my_robots:reacher", "./my_robots:reacher", ":reacher"])
+def test_what_cannot_be_a_module_is_refused_by_name(name):
+    with pytest.raises(ValueError, match="Unknown environment .* is no module name. Expected <module>:<factory>"):
+        make_env(name, 2)
+
+
+def test_the_arguments_of_an_inherited_constructor_are_checked():
+    class Sub(PointMass):
+        pass
+
+    register_env("Sub", Sub, override=True)
+    with pytest.raises(ValueError, match="bogus"):
+        make_env("Sub", 2, bogus=1)

@@ -490,8 +490,87 @@ def test_time_limits_from_outside_work_with_partial_resets() -> None:
     env = TransformedEnv(VecEnvAdapter(ByIds()), StepCounter(max_steps=2))
     data = env.rollout(2, break_when_any_done=False)
     assert data["next", "truncated"][:, 1].all() and column(data, "next", "policy")[1] == [101, 102]
-    with pytest.raises(RuntimeError, match="ScriptedVecEnv cannot reset environments that have not ended.*StepCounter"):
+    with pytest.raises(RuntimeError, match="ScriptedVecEnv cannot reset all its environments.*StepCounter"):
         TransformedEnv(VecEnvAdapter(ScriptedVecEnv()), StepCounter(max_steps=2)).rollout(3, break_when_any_done=False)
+
+
+class OnlyWhole(Resettable):
+    def reset(self) -> tuple[Any, dict]:
+        self.restart(torch.arange(3))
+        return self._pack(self._value(), "observation"), {}
+
+
+def test_all_rows_can_be_reset_together_when_some_have_just_ended() -> None:
+    env = VecEnvAdapter(OnlyWhole())
+    root = env.reset()
+    for _ in range(2):  # row 0 ends at the second step
+        root = env.step_and_maybe_reset(root.set("action", torch.zeros(3, 2)))[1]
+    data = env.step(root.set("action", torch.zeros(3, 2)))["next"]
+    assert data["done"].squeeze(-1).tolist() == [False, True, False]
+    root = env.reset(data.clone().set("_reset", torch.ones(3, 1, dtype=torch.bool)))
+    assert column(root, "policy") == [10, 110, 210]
+    data = env.step(root.set("action", torch.zeros(3, 2)))["next"]
+    with pytest.raises(RuntimeError, match="cannot reset environments that have not ended"):
+        env.reset(data.clone().set("_reset", torch.tensor([[True], [False], [False]])))
+
+
+class LeggedGym(ScriptedVecEnv):
+    """Observations lie in a buffer that only `step` and `reset` fill."""
+
+    def __init__(self) -> None:
+        super().__init__(form="legged_gym")
+        self.obs_buf, self.privileged_obs_buf = torch.zeros(3, 2), torch.zeros(3, 1)
+        self.get_privileged_observations = lambda: self.privileged_obs_buf
+
+    def reset(self) -> tuple[Tensor, Tensor]:
+        self.obs_buf, self.privileged_obs_buf = super().get_observations(), self._value().unsqueeze(-1)
+        return self.obs_buf, self.privileged_obs_buf
+
+    def reset_idx(self, env_ids: Tensor) -> None:
+        for row in env_ids.tolist():
+            self.episode[row], self.place[row] = 1, 0
+
+    def get_observations(self) -> Tensor:
+        return self.obs_buf
+
+    def step(self, actions: Tensor) -> tuple[Any, ...]:
+        result = super().step(actions)
+        self.obs_buf, self.privileged_obs_buf = result[:2]
+        return result
+
+
+def test_an_environment_whose_observations_lie_in_a_buffer() -> None:
+    env = VecEnvAdapter(LeggedGym())
+    root = env.reset()
+    assert column(root, "policy") == [0, 100, 200]
+    root = env.step_and_maybe_reset(root.set("action", torch.zeros(3, 2)))[1]
+    with pytest.raises(RuntimeError, match="returns what the last step saw"):
+        env.reset(root.set("_reset", torch.tensor([[False], [True], [False]])))
+
+
+def test_an_action_that_the_simulator_changes_in_place_stays_what_was_sampled() -> None:
+    inner = ScriptedVecEnv()
+    step = inner.step
+    inner.step = lambda actions: step(actions.mul_(0.25))  # type: ignore[method-assign]
+    data = VecEnvAdapter(inner).rollout(2, lambda td: td.set("action", torch.ones(3, 2)))
+    assert (data["action"] == 1).all() and (inner.actions[0] == 0.25).all()
+
+
+def test_final_observations_that_stop_coming_are_noticed(caplog: pytest.LogCaptureFixture) -> None:
+    inner = ScriptedVecEnv()
+    env = VecEnvAdapter(inner)
+    root = env.reset()
+    for k in range(3):
+        inner.final = "final_observations" if k < 2 else None
+        data, root = env.step_and_maybe_reset(root.set("action", torch.zeros(3, 2)))
+    assert data["next", "final_obs_missing"].squeeze(-1).tolist()[1] and env.final_obs == "missing"
+    assert "does not give the last observation" in caplog.text
+
+
+def test_what_was_said_once_is_not_repeated_by_the_next_environment(caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(3):
+        collect(ScriptedVecEnv(final=None))
+    assert caplog.text.count("does not give the last observation") == 1
 
 
 def test_the_first_reset_hands_out_what_the_inner_environment_began() -> None:

@@ -10,8 +10,8 @@ import pytest
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def train_and_evaluate(run_dir, *flags):
-    command = [sys.executable, EXAMPLES / "train_ppo.py", "--run_dir", run_dir, "--quiet", "--num_threads", "1", *flags]
+def train_and_evaluate(run_dir, *flags, script="train_ppo.py"):
+    command = [sys.executable, EXAMPLES / script, "--run_dir", run_dir, "--quiet", "--num_threads", "1", *flags]
     subprocess.run(command, check=True)
     command = [sys.executable, EXAMPLES / "evaluate.py", run_dir, "--json", "--checkpoint", "latest", "--seed", "777"]
     return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
@@ -41,3 +41,9 @@ def test_small_gymnasium_tasks_are_solved(tmp_path, env, solved):
 def test_half_cheetah_runs(tmp_path, seed):
     result = train_and_evaluate(tmp_path / "run", "--env.name", "HalfCheetah-v5", "--seed", seed)
     assert result["return_mean"] >= 4500 and result["return_median"] >= 5000
+
+
+@pytest.mark.slow
+def test_half_cheetah_runs_with_simba_and_muon(tmp_path):
+    result = train_and_evaluate(tmp_path / "run", "--env.name", "HalfCheetah-v5", script="train_simba.py")
+    assert result["return_mean"] >= 5500

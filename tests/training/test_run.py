@@ -42,6 +42,14 @@ def test_rollout_metrics_by_hand():
     assert rollout_metrics(rollout)["episode/return"].isnan()
 
 
+def test_a_metric_that_is_nan_at_the_end_of_an_episode_is_shown():
+    values = torch.tensor([[math.nan, 1.0], [math.nan, 3.0]])
+    ended = dict(done=torch.tensor([[False, True], [False, True]]).unsqueeze(-1), metrics=dict(h=values.unsqueeze(-1)))
+    assert rollout_metrics(TensorDict(next=ended, batch_size=[2, 2]))["episode/h"] == 2.0
+    values[0, 1] = math.nan
+    assert rollout_metrics(TensorDict(next=ended, batch_size=[2, 2]))["episode/h"].isnan()
+
+
 def test_setup_seeds_everything_and_names_a_device_that_is_not_there():
     import random
 
@@ -168,6 +176,7 @@ def test_what_a_run_cannot_change_is_refused_without_a_command_line_too(tmp_path
     cfg = RunConfig(resume=str(tmp_path), seed=5, quiet=True)
     with pytest.raises(ValueError, match=r"cannot change seed \(was 1, now 5\)"):
         Run(cfg, "Nothing", {}, iterations=3, frames_per_iteration=1).__enter__()
+    assert not (tmp_path / "error.txt").exists()  # the run is healthy
     assert (tmp_path / "config.json").read_text() == config
 
 
