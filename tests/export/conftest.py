@@ -13,9 +13,9 @@ from torchrl.modules import GRUModule, IndependentNormal, LSTMModule, Probabilis
 
 from edenrl.envs import PointMass, make_env, wrap_env
 from edenrl.export import export_policy
-from edenrl.modules import GaussianMLP, GroupMLP, RunningNorm, make_actor, observation_groups
+from edenrl.modules import GaussianMLP, GroupMLP, RunningNorm, make_actor, observation_groups, simba_actor
 
-KINDS = ("mlp", "squash", "discrete", "gru", "lstm")
+KINDS = ("mlp", "squash", "discrete", "simba", "gru", "lstm")
 
 
 def as_trained(policy: nn.Module) -> nn.Module:
@@ -67,6 +67,8 @@ def build(kind: str, rows: int = 3) -> tuple[nn.Module, Callable[..., EnvBase]]:
         return as_trained(recurrent_actor(GRUModule if kind == "gru" else LSTMModule)), make
     env = make().base_env
     groups = observation_groups(env.observation_spec)
+    if kind == "simba":
+        return as_trained(simba_actor(groups, env.action_spec_unbatched, hidden_dim=32, latent_dim=16)), make
     actor = make_actor(groups, env.action_spec_unbatched, hidden=(32, 32), squash=kind == "squash")
     return as_trained(actor), make
 

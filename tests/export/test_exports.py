@@ -15,7 +15,7 @@ from torchrl.envs.utils import ExplorationType, set_exploration_type
 import edenrl.export.runtime
 from edenrl.export import PolicySpec, load_policy
 
-KINDS = ("mlp", "squash", "discrete", "gru", "lstm")
+KINDS = ("mlp", "squash", "discrete", "simba", "gru", "lstm")
 STATES = {"gru": ["h"], "lstm": ["h", "c"]}
 
 
