@@ -169,7 +169,7 @@ def _ray(makers: list[Maker], policy: Any, frames: int) -> BaseCollector:
     import ray
     from torchrl.collectors.distributed import RayCollector
 
-    options = dict(
+    options: dict[str, Any] = dict(
         address=os.environ.get("RAY_ADDRESS"),
         include_dashboard=False,
         log_to_driver=False,

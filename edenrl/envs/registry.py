@@ -190,7 +190,7 @@ def _import_factory(name: str, module: str, attribute: str) -> EnvFactory:
 def _check_arguments(name: str, factory: EnvFactory, *call: Any) -> None:
     num_envs, device, seed, kwargs = call
     # The metaclass of EnvBase hides the constructor's own signature.
-    function: Any = factory.__init__ if isinstance(factory, type) else factory
+    function: Any = factory.__init__ if isinstance(factory, type) else factory  # type: ignore[misc]
     signature = inspect.signature(function)
     try:
         signature.bind(*([] if function is factory else [None]), num_envs, device=device, seed=seed, **kwargs)
