@@ -51,9 +51,8 @@ class CartPoleSwingUp(TensorStateEnv):
 
     Nothing terminates; ``truncated`` is "``max_steps`` steps taken". Rows start hanging still: ``theta = pi`` give or
     take 0.5 rad, ``x`` within 0.5 m, velocities within 0.1, all uniform. With probability ``start_anywhere`` a row
-    starts in the middle of an episode instead: the pole at any angle, ``x`` within 1 m, ``x_dot`` within 1,
-    ``theta_dot`` within 3, and any number of steps below ``max_steps`` already counted. So stopping and holding are
-    practised before swinging up works, and the rows do not all pass through the same part of the episode together.
+    starts with the pole at any angle instead, ``x`` within 1 m, ``x_dot`` within 1 and ``theta_dot`` within 3, so that
+    stopping and holding are practised before swinging up works.
 
     Keys, for ``N`` environments: ``observation`` ``[N, 5]`` = x, x_dot, cos theta, sin theta, theta_dot; ``action``
     ``[N, 1]`` in ``[-1, 1]``, clamped here when it is outside (gradient zero there); ``metrics``, each ``[N, 1]``,
@@ -64,7 +63,7 @@ class CartPoleSwingUp(TensorStateEnv):
         num_envs: Number of environments ``N``, at least 1.
         device: Device of the states and of the random generator. Default: CPU.
         max_steps: Steps until truncation, at least 1. Default 500, which is 10 s.
-        start_anywhere: Probability in [0, 1] of a start in the middle of an episode. Default 0, none.
+        start_anywhere: Probability in [0, 1] of a start at any angle. Default 0: the task as it is judged.
         seed: Seed of the environment's own generator. Default: drawn from torch's global generator.
         dtype: Floating-point type of every entry. Default: ``torch.get_default_dtype()``.
 
@@ -127,11 +126,10 @@ class CartPoleSwingUp(TensorStateEnv):
         anywhere = self._uniform(0.0, 1.0, 1) < self.start_anywhere
         for name, extent in (("x", 1.0), ("x_dot", 1.0), ("theta", math.pi), ("theta_dot", 3.0)):
             state[name] = torch.where(anywhere, self._uniform(-extent, extent, 1), state[name])
-        age = self._uniform(0.0, self.max_steps, 1).long().clamp(max=self.max_steps - 1)  # rounding reaches the end
         return state | {
             "upright_steps": zero,
             "hold_steps": zero.clone(),
-            "steps": torch.where(anywhere, age, 0),
+            "steps": torch.zeros(self.num_envs, 1, dtype=torch.int64, device=self.device),
         }
 
     def _observe(self) -> TensorDict:
