@@ -104,6 +104,7 @@ def test_run_defaults() -> None:
         "evaluation": {
             "num_episodes": 20,
             "seed": 12345,
+            "kwargs": {},
             "interval_iterations": None,
             "metric": "return_mean",
             "mode": "max",

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from edenrl.config.base import Config, Count, JsonDict, Name, Positive, Seed, refuse
 
@@ -29,6 +29,17 @@ _OWN_FLAGS = {"name": "env.name", "num_envs": "env.num_envs", "vectorization": "
 _OWN_FLAGS |= {"device": "device", "seed": "seed"}
 
 
+def _own_flags(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """`kwargs`, none of which may be set by another flag."""
+    for name, flag in _OWN_FLAGS.items():
+        if name in kwargs:
+            raise refuse(f"{name!r} has a flag of its own: set --{flag} instead of --env.kwargs.{name}")
+    return kwargs
+
+
+EnvKwargs = Annotated[JsonDict, AfterValidator(_own_flags)]
+
+
 class EnvConfig(Config):
     """Which environment, how many copies, and how rewards and actions are treated at its boundary."""
 
@@ -36,7 +47,7 @@ class EnvConfig(Config):
     """Registered name, Gymnasium id (Ant-v5 or gym:Ant-v5), mjlab:<task>, isaaclab:<task> or <module>:<function>."""
     num_envs: Count = 256
     """Environments stepped together."""
-    kwargs: JsonDict = Field(default_factory=dict)
+    kwargs: EnvKwargs = Field(default_factory=dict)
     """Keyword arguments of the environment's constructor, as JSON; --env.kwargs.KEY VALUE sets a single one."""
     vectorization: Literal["sync", "async"] = "sync"
     """How the copies are stepped (Gymnasium ids only): one after another, or one process each."""
@@ -44,14 +55,6 @@ class EnvConfig(Config):
     """Factor on the reward the learner sees; evaluation reports the unscaled return."""
     action_mode: Literal["clip", "squash", "none"] = "clip"
     """How an action reaches its bounds: clipped, squashed by tanh, or passed as it is."""
-
-    @field_validator("kwargs")
-    @classmethod
-    def _check_kwargs(cls, kwargs: dict[str, Any]) -> dict[str, Any]:
-        for name, flag in _OWN_FLAGS.items():
-            if name in kwargs:
-                raise refuse(f"{name!r} has a flag of its own: set --{flag} instead of --env.kwargs.{name}")
-        return kwargs
 
 
 class EvaluationConfig(Config):
@@ -61,6 +64,8 @@ class EvaluationConfig(Config):
     """Finished episodes per evaluation."""
     seed: Seed = 12345
     """Seed of the evaluation environments, apart from the training seed."""
+    kwargs: EnvKwargs = Field(default_factory=dict)
+    """What differs from env.kwargs in evaluation, as JSON; --evaluation.kwargs.KEY VALUE sets a single one."""
     interval_iterations: Count | None = None
     """Iterations between evaluations; None: at every checkpoint. Each is saved, so that the best can be kept."""
     metric: Name = "return_mean"

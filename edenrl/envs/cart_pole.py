@@ -42,14 +42,17 @@ class CartPoleSwingUp(TensorStateEnv):
     The reward is smooth, at most 1, and there are no walls: a step that ends in ``(x, x_dot, theta, theta_dot)`` pays
 
     ```
-    (1 + cos theta) / 4 + exp(-(1 - cos theta) / 0.1 - theta_dot^2 / 8) / 2
-        - 0.05 x^2 - 0.005 x_dot^2 - 0.002 theta_dot^2 - 0.005 a^2
+    u = (1 + cos theta) / 2
+    reward = u - 0.02 u theta_dot^2 - 0.05 x^2 - 0.005 x_dot^2 - 0.005 a^2
     ```
 
-    The second term makes standing still at the top worth more than swinging through it.
+    The speed of the pole costs by its height: swinging is free below, and standing still at the top is worth more than
+    passing through it.
 
     Nothing terminates; ``truncated`` is "``max_steps`` steps taken". Rows start hanging still: ``theta = pi`` give or
-    take 0.5 rad, ``x`` within 0.5 m, velocities within 0.1, all uniform.
+    take 0.5 rad, ``x`` within 0.5 m, velocities within 0.1, all uniform. With probability ``start_anywhere`` a row
+    starts with the pole at any angle instead, ``x`` within 1 m, ``x_dot`` within 1 and ``theta_dot`` within 3, so that
+    stopping and holding are practised before swinging up works.
 
     Keys, for ``N`` environments: ``observation`` ``[N, 5]`` = x, x_dot, cos theta, sin theta, theta_dot; ``action``
     ``[N, 1]`` in ``[-1, 1]``, clamped here when it is outside (gradient zero there); ``metrics``, each ``[N, 1]``,
@@ -60,11 +63,12 @@ class CartPoleSwingUp(TensorStateEnv):
         num_envs: Number of environments ``N``, at least 1.
         device: Device of the states and of the random generator. Default: CPU.
         max_steps: Steps until truncation, at least 1. Default 500, which is 10 s.
+        start_anywhere: Probability in [0, 1] of a start at any angle. Default 0: the task as it is judged.
         seed: Seed of the environment's own generator. Default: drawn from torch's global generator.
         dtype: Floating-point type of every entry. Default: ``torch.get_default_dtype()``.
 
     Raises:
-        ValueError: ``num_envs`` or ``max_steps`` below 1.
+        ValueError: ``num_envs`` or ``max_steps`` below 1, or ``start_anywhere`` outside [0, 1].
 
     Equations of motion: Barto, Sutton and Anderson 1983, in the form corrected by Florian 2007; starts and reward are
     ours.
@@ -87,9 +91,15 @@ class CartPoleSwingUp(TensorStateEnv):
         *,
         device: torch.device | str | None = None,
         max_steps: int = 500,
+        start_anywhere: float = 0.0,
         seed: int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        if not 0 <= start_anywhere <= 1:
+            raise ValueError(
+                f"start_anywhere={start_anywhere} was given to CartPoleSwingUp; expected a probability in [0, 1]."
+            )
+        self.start_anywhere = start_anywhere
         super().__init__(num_envs, device=device, max_steps=max_steps, seed=seed, dtype=dtype)
 
     def _make_specs(self) -> None:
@@ -107,11 +117,16 @@ class CartPoleSwingUp(TensorStateEnv):
 
     def _draw_state(self) -> dict[str, Tensor]:
         zero = torch.zeros(self.num_envs, 1, device=self.device, dtype=self._float)
-        return {
+        state = {
             "x": self._uniform(-0.5, 0.5, 1),
             "x_dot": self._uniform(-0.1, 0.1, 1),
             "theta": math.pi + self._uniform(-0.5, 0.5, 1),
             "theta_dot": self._uniform(-0.1, 0.1, 1),
+        }
+        anywhere = self._uniform(0.0, 1.0, 1) < self.start_anywhere
+        for name, extent in (("x", 1.0), ("x_dot", 1.0), ("theta", math.pi), ("theta_dot", 3.0)):
+            state[name] = torch.where(anywhere, self._uniform(-extent, extent, 1), state[name])
+        return state | {
             "upright_steps": zero,
             "hold_steps": zero.clone(),
             "steps": torch.zeros(self.num_envs, 1, dtype=torch.int64, device=self.device),
@@ -156,12 +171,11 @@ class CartPoleSwingUp(TensorStateEnv):
         theta_dot = state["theta_dot"] + _DT * angular
         x, theta = state["x"] + _DT * x_dot, state["theta"] + _DT * theta_dot
 
+        height = 0.5 * (1.0 + theta.cos())
         reward = (
-            0.25 * (1.0 + theta.cos())
-            + 0.5 * torch.exp(-(1.0 - theta.cos()) / 0.1 - theta_dot.square() / 8.0)
+            height * (1.0 - 0.02 * theta_dot.square())
             - 0.05 * x.square()
             - 0.005 * x_dot.square()
-            - 0.002 * theta_dot.square()
             - 0.005 * action.square()
         )
         upright = (theta.detach().cos() > _UPRIGHT_COSINE).to(self._float)

@@ -73,9 +73,10 @@ def evaluate_run(
     seed: int | None = None,
 ) -> dict[str, float]:
     """Evaluates a policy as ``cfg.evaluation`` says, on unscaled rewards; see ``edenrl.training.evaluate``."""
+    env = cfg.env.model_copy(update={"kwargs": {**cfg.env.kwargs, **cfg.evaluation.kwargs}})
     seed = cfg.evaluation.seed if seed is None else seed
 
     def make(rows: int) -> EnvBase:
-        return wrap_env(build_env(cfg, device, num_envs=rows, seed=seed), action_mode=cfg.env.action_mode)
+        return wrap_env(_build(env, rows, device, seed), action_mode=env.action_mode)
 
     return evaluate(policy, make, cfg.evaluation.num_episodes if num_episodes is None else num_episodes)

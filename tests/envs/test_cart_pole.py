@@ -59,8 +59,9 @@ def test_matches_the_equations_of_motion_past_ends_and_partial_resets() -> None:
             x_dot, theta_dot = x_dot + 0.02 * acceleration, theta_dot + 0.02 * angular
             x, theta = x + 0.02 * x_dot, theta + 0.02 * theta_dot
             np.testing.assert_allclose(after[i], [x, x_dot, math.cos(theta), math.sin(theta), theta_dot], atol=1e-12)
-            reward = (1 + math.cos(theta)) / 4 + math.exp(-(1 - math.cos(theta)) / 0.1 - theta_dot**2 / 8) / 2
-            reward -= 0.05 * x**2 + 0.005 * x_dot**2 + 0.002 * theta_dot**2 + 0.005 * a**2
+            height = (1 + math.cos(theta)) / 2
+            reward = height - 0.02 * height * theta_dot**2
+            reward -= 0.05 * x**2 + 0.005 * x_dot**2 + 0.005 * a**2
             assert data["next", "reward"][i].item() == pytest.approx(reward, abs=1e-12)
             if data["next", "done"][i] or (step == 4 and i == 1):
                 ends += 1
@@ -106,6 +107,17 @@ def test_initial_distribution() -> None:
     for value, bound in ((angle, 0.5), (o[:, 0], 0.5), (o[:, 1], 0.1), (o[:, 4], 0.1)):
         assert value.abs().max() <= bound * 1.0001 and value.abs().max() > 0.999 * bound
         assert value.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.01)
+
+
+def test_a_share_of_the_starts_is_anywhere() -> None:
+    o = CartPoleSwingUp(100_000, seed=0, start_anywhere=1.0).reset()["observation"]
+    angle = torch.atan2(o[:, 3], o[:, 2])
+    for value, bound in ((angle, math.pi), (o[:, 0], 1.0), (o[:, 1], 1.0), (o[:, 4], 3.0)):
+        assert value.abs().max() <= bound * 1.0001 and value.abs().max() > 0.999 * bound
+        assert value.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.01)
+    # Upper half of the circle: never when hanging, half of the starts from anywhere.
+    o = CartPoleSwingUp(100_000, seed=0, start_anywhere=0.4).reset()["observation"]
+    assert (o[:, 2] > 0).float().mean().item() == pytest.approx(0.2, abs=0.005)
 
 
 def test_seeding_and_time_limit() -> None:
@@ -163,3 +175,9 @@ def test_state_dict_resumes_bit_for_bit() -> None:
 def test_refuses_sizes_below_one(arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="was given to CartPoleSwingUp; expected a whole number, at least 1"):
         CartPoleSwingUp(**arguments)
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.5, float("nan")])
+def test_refuses_a_share_that_is_none(share: float) -> None:
+    with pytest.raises(ValueError, match="start_anywhere=.* expected a probability"):
+        CartPoleSwingUp(2, start_anywhere=share)

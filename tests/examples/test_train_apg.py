@@ -207,3 +207,19 @@ def test_point_mass_learns_in_a_few_updates(tmp_path):
 def test_point_mass_reaches_its_goal(tmp_path, seed):
     result = learn(tmp_path / "run", "--seed", seed)
     assert result["episodes"] == 128 and result["success_rate"] >= 0.95
+
+
+def test_evaluation_starts_where_it_is_told(tmp_path):
+    flags = ["--env.name=CartPoleSwingUp", "--env.kwargs.max_steps=1", "--evaluation.num_episodes=64"]
+    train(tmp_path / "hanging", 1, *flags)
+    train(tmp_path / "anywhere", 1, *flags, "--evaluation.kwargs.start_anywhere=1.0")
+    upright = [
+        read_metrics(tmp_path / name / "metrics.csv")[-1]["eval/upright_time"] for name in ("hanging", "anywhere")
+    ]
+    assert upright[0] == 0 < upright[1]
+
+
+@pytest.mark.slow
+def test_cart_pole_swings_up_and_holds(tmp_path):
+    result = learn(tmp_path / "run", "--env.name", "CartPoleSwingUp", "--seed", "1")
+    assert result["episodes"] == 20 and result["upright_time"] > 5
