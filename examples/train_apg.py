@@ -10,7 +10,7 @@ from torchrl.envs.utils import ExplorationType
 
 from edenrl.collectors import DifferentiableCollector
 from edenrl.config import APGConfig, RunConfig, parse_cli
-from edenrl.distributed import num_iterations
+from edenrl.distributed import num_iterations, world_size
 from edenrl.envs import ScheduledEnv, action_box, wrap_env
 from edenrl.modules import make_actor, observation_groups, update_normalization
 from edenrl.objectives import APGLoss
@@ -21,16 +21,18 @@ from edenrl.training import Run, average, build_env, evaluate_run, rollout_metri
 SMALL = dict(actor_hidden=(64, 64), lr_schedule="linear", final_lr_fraction=0.1, lr=3e-3, init_std=0.3)
 PRESETS = {
     "PointMass": dict(
+        total_frames=960_000,
         env=dict(num_envs=64),
-        algorithm=SMALL | dict(updates=150, mode="complete", segment_length=100),
+        algorithm=SMALL | dict(mode="complete", segment_length=100),
         evaluation=dict(num_episodes=128, metric="success_rate"),
     ),
     "CartPoleSwingUp": dict(
+        total_frames=4_096_000,
         # Half of the episodes practise from anywhere, evaluation starts hanging. Without the bound on adjoints the few
         # rows whose gradients explode near the top drown the others.
         env=dict(num_envs=128, action_mode="squash", kwargs=dict(start_anywhere=0.5)),
         algorithm=SMALL
-        | dict(updates=250, segment_length=128, activation="tanh", lr=5e-3, init_std=0.1)
+        | dict(segment_length=128, activation="tanh", lr=5e-3, init_std=0.1)
         | dict(action_adjoint_max_norm=0.002, max_grad_norm=1.0),
         evaluation=dict(metric="upright_time", interval_iterations=25, kwargs=dict(start_anywhere=0.0)),
     ),
@@ -117,7 +119,8 @@ def main(argv=None):
                 stepped,
                 rollout_metrics(rollout, action_box(env)),
                 collector.metrics(),
-                {"skipped_updates": step.skipped, "skipped_large": step.skipped_large, "frames": collector.frames},
+                {"skipped_updates": step.skipped, "skipped_large": step.skipped_large},
+                {"frames": collector.frames * world_size()},  # of all processes together
             )
 
 

@@ -56,6 +56,8 @@ def make_policy(cfg: Train, env):
 
 def main(argv=None):
     cfg = parse_cli(Train, argv, presets=PRESETS)
+    if cfg.collector != "single":
+        raise ValueError(f"GRPO collects in one process, not with {cfg.collector!r}. Set --collector single.")
     algo, device = cfg.algorithm, setup(cfg)
 
     env = build_env(cfg, device)
@@ -113,8 +115,9 @@ def main(argv=None):
                 for index in torch.randperm(len(data), device=device).tensor_split(algo.num_minibatches):
                     losses = loss(data[index])
                     metrics.append({**losses, **step(losses)})
-            # After the update, so that the policy that was optimized is the one that acted.
-            update_normalization(policy, rollout)
+            # After the update, so that the policy that was optimized is the one that acted. Where the reward is missing
+            # the simulation broke down, and the observation may be NaN as well.
+            update_normalization(policy, rollout[~rollout["next", "reward"].isnan().squeeze(-1)])
             run.log(average(metrics), advantages.metrics(rollout), rollout_metrics(rollout, action_box(env)))
             run.log({"skipped_updates": step.skipped})
     collector.shutdown()

@@ -95,9 +95,9 @@ class CartPoleSwingUp(TensorStateEnv):
         seed: int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        if not 0 <= start_anywhere <= 1:
+        if not isinstance(start_anywhere, int | float) or not 0 <= start_anywhere <= 1:
             raise ValueError(
-                f"start_anywhere={start_anywhere} was given to CartPoleSwingUp; expected a probability in [0, 1]."
+                f"start_anywhere={start_anywhere!r} was given to CartPoleSwingUp; expected a probability in [0, 1]."
             )
         self.start_anywhere = start_anywhere
         super().__init__(num_envs, device=device, max_steps=max_steps, seed=seed, dtype=dtype)

@@ -13,6 +13,8 @@ from torchrl.envs import (
     Compose,
     EnvBase,
     ObservationNorm,
+    ParallelEnv,
+    SerialEnv,
     Transform,
     TransformedEnv,
     VecNorm,
@@ -29,10 +31,40 @@ __all__ = ["actions_of", "contract_of", "nominal_env", "observations_of"]
 def _unwrap(env: EnvBase) -> tuple[EnvBase, list[Transform]]:
     """The innermost environment and the transforms around it, the one next to it first."""
     transforms: list[Transform] = []
-    while isinstance(env, TransformedEnv):
-        inner = env.transform.transforms if isinstance(env.transform, Compose) else [env.transform]
-        transforms, env = [*inner, *transforms], env.base_env
+    while isinstance(env, TransformedEnv | SerialEnv):
+        if isinstance(env, TransformedEnv):
+            transforms, env = [*_flat(env.transform), *transforms], env.base_env
+        else:
+            if env.is_closed:
+                env.start()
+            env = env._envs[0]  # they are alike; what stands inside belongs to the path of every row
+    if isinstance(env, ParallelEnv):
+        raise ValueError(
+            f"{type(env).__name__} keeps its environments in other processes, where what they declare and transform "
+            "cannot be read. Export with one of them, or with a SerialEnv."
+        )
     return env, transforms
+
+
+def _flat(transform: Transform) -> list[Transform]:
+    if isinstance(transform, Compose):
+        return [part for inner in transform.transforms for part in _flat(inner)]
+    return [transform]
+
+
+def _path_to(key: NestedKey, transforms: list[Transform]) -> list[Transform]:
+    """The transforms that a group has passed through, under whatever names."""
+    keys = {key}
+    path: list[Transform] = []
+    for transform in reversed(transforms):
+        ins, outs = ([unravel_key(k) for k in side or []] for side in (transform.in_keys, transform.out_keys))
+        if not keys & set(outs):
+            continue
+        path.insert(0, transform)
+        paired = len(ins) == len(outs)
+        sources = {i for i, o in zip(ins, outs, strict=True) if o in keys} if paired else set(ins)
+        keys = keys - set(outs) | sources
+    return path
 
 
 def contract_of(env: EnvBase) -> EnvContract:
@@ -103,7 +135,7 @@ def observations_of(graph: PolicyGraph, env: EnvBase, contract: EnvContract) -> 
     out, start = [], 0
     for (key, shape), width in zip(graph.groups.items(), graph.widths, strict=True):
         name = key if isinstance(key, str) else ".".join(key)
-        writers = [t for t in transforms if key in map(unravel_key, t.out_keys or [])]
+        writers = _path_to(key, transforms)
         if norm := next((t for t in writers if isinstance(t, ObservationNorm | VecNorm | VecNormV2)), None):
             raise ValueError(
                 f"The environment's transform {type(norm).__name__} normalizes {name!r}; an exported policy would miss "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import datetime
 import hashlib
+import importlib
 import importlib.metadata
 import subprocess
 from collections.abc import Sequence
@@ -145,7 +146,7 @@ def _tensors(graph: PolicyGraph, first: str, example: int | Tensor, suffix: str)
 
 def _provenance(formats: Sequence[str], checkpoint: str | Path | None, task: str | None) -> Provenance:
     packages = ["torch", "torchrl", "tensordict", *(p for name in formats for p in FORMATS[name].packages)]
-    versions = {"edenrl": __version__, **{name: importlib.metadata.version(name) for name in packages}}
+    versions = {"edenrl": __version__, **{name: _version(name) for name in packages}}
     now = datetime.datetime.now(datetime.timezone.utc)
     return Provenance(
         versions=versions,
@@ -155,6 +156,14 @@ def _provenance(formats: Sequence[str], checkpoint: str | Path | None, task: str
         git_revision=_git_revision(),
         created=now.isoformat(timespec="seconds"),
     )
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        # Installed under another name: onnxruntime-gpu, torchrl-nightly.
+        return str(getattr(importlib.import_module(package), "__version__", "unknown"))
 
 
 def _sha256(path: Path) -> str:

@@ -44,7 +44,7 @@ def staging(out_dir: Path, names: Sequence[str]) -> Iterator[Path]:
             "export into."
         ) from None
     try:
-        if foreign := [n for n in names if (out_dir / n).exists() and not (out_dir / n).is_symlink()]:
+        if foreign := [n for n in names if os.path.lexists(out_dir / n) and not _is_ours(out_dir / n)]:
             raise FileExistsError(
                 f"{out_dir} holds {foreign}, which were not exported there (a copy?). Remove them or choose another "
                 "folder to export into."
@@ -77,6 +77,10 @@ def publish(staged: Path, names: Sequence[str]) -> None:
             leftover.unlink()
         elif leftover.name not in ("current", staged.name):
             shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _is_ours(path: Path) -> bool:
+    return path.is_symlink() and Path(os.readlink(path)) == Path(_STORE, "current", path.name)
 
 
 def _link(folder: Path) -> Path:

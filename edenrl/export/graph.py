@@ -197,14 +197,22 @@ class PolicyGraph(nn.Module):
         super().__init__()
         action_key = unravel_key(action_key)
         # Backwards from the action, so that a value head or an unread input does not become part of the file.
-        needed: set[NestedKey] = {action_key}
-        kept: list[_Step] = []
+        needed: set[NestedKey]
+        kept: list[_Step]
         steps = _steps(policy)
         outputs = {key for step in steps for key in step.out_keys}
-        for step in reversed(steps):
-            if needed & set(step.out_keys):
-                needed = needed - set(step.out_keys) | set(step.in_keys)
-                kept.insert(0, step)
+        wanted: set[NestedKey] = {action_key}
+        while True:
+            needed, kept = set(wanted), []
+            for step in reversed(steps):
+                if needed & set(step.out_keys):
+                    needed = needed - set(step.out_keys) | set(step.in_keys)
+                    kept.insert(0, step)
+            # What is carried to the next step is an output as well, also where this step's action does not need it.
+            carried_on = {unravel_key(("next", key)) for key in needed} & outputs
+            if carried_on <= wanted:
+                break
+            wanted |= carried_on
         if not any(action_key in step.out_keys for step in kept):
             raise ValueError(
                 f"The policy writes {sorted(map(str, outputs))} and not the environment's action {action_key!r}. Name "

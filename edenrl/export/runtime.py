@@ -176,24 +176,27 @@ class RuntimePolicy:
             )
         return np.concatenate(arrays, axis=-1)
 
-    def unusual(self, obs: np.ndarray, limit: float = 10.0) -> dict[str, float]:
+    def unusual(self, obs: Any, limit: float = 10.0) -> dict[str, float]:
         """Finds features far outside what training saw: a wrong unit, sign or order, before it moves a robot.
 
         Args:
-            obs: one observation ``[width]``.
+            obs: one observation ``[width]``, or a mapping from group to array.
             limit: distance from the training mean that is still usual, in standard deviations.
 
         Returns:
             The distance of each unusual feature, by name (such as "observation/goal position[1]"). Empty when all are
             usual, or when the spec has no statistics.
         """
+        obs = np.asarray(self._concatenate(obs) if isinstance(obs, Mapping) else obs, dtype=np.float64)
+        if obs.shape != (self.width,):
+            raise ValueError(f"One observation [{self.width}] can be judged at a time; got the shape {obs.shape}.")
         out: dict[str, float] = {}
         for group in self.spec["observations"]:
             if group["mean"] is None:
                 continue
             names = [f"{t['name']}[{i}]" for t in group["terms"] for i in range(t["width"])]
             names = names or [f"[{i}]" for i in range(group["width"])]
-            values = np.asarray(obs, dtype=np.float64)[group["start"] : group["stop"]]
+            values = obs[group["start"] : group["stop"]]
             distances = np.abs(values - group["mean"]) / (np.asarray(group["std"]) + 1e-2)
             # "not <=" keeps NaN, which no comparison finds.
             out |= {f"{group['key']}/{n}": float(d) for n, d in zip(names, distances, strict=True) if not d <= limit}

@@ -48,6 +48,13 @@ class Recording:
 def record(policy: TensorDictModuleBase, graph: PolicyGraph, env: EnvBase) -> Recording:
     """Plays the deterministic policy for a few control steps."""
     td = env.reset()
+    for entry in graph.states:
+        start = td.get(entry.key, None)
+        if start is not None and bool(start.any()):
+            raise ValueError(
+                f"The environment starts the state {entry.key!r} with values other than zero (its TensorDictPrimer's "
+                "default_value or random); an exported policy starts it with zeros. Train with a primer of zeros."
+            )
     rows = env.batch_size.numel()
     began = torch.ones(rows, dtype=torch.bool)
     state = [entry.zeros(rows) for entry in graph.states]

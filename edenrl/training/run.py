@@ -370,12 +370,16 @@ class Run:
         if not self._leads:
             return
         name = self.cfg.evaluation.metric
-        if evaluated and name not in self.evaluation:
-            raise ValueError(f"evaluation.metric is {name!r}; this evaluation measures {sorted(self.evaluation)}.")
-        score = self.evaluation[name] if evaluated else math.nan
+        score = self.evaluation.get(name, math.nan) if evaluated else math.nan
         metric = {} if math.isnan(score) else {name: score}
         frames = self.iteration * self.frames_per_iteration
         self.checkpoints.save(self.iteration, frames=frames, processes=distributed.world_size(), **metric)
+        # Only now: a mistyped name must not cost the iterations up to here.
+        if evaluated and name not in self.evaluation:
+            raise ValueError(
+                f"evaluation.metric is {name!r}; this evaluation measures {sorted(self.evaluation)}. Nothing is lost: "
+                f"continue with --resume {self.dir} --evaluation.metric NAME."
+            )
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torchrl.checkpoint import Checkpoint, CheckpointRotation, GlobalRNGState
 
-from edenrl.config import load_config
+from edenrl.config import load_config, parse_cli
 from edenrl.envs import PointMass, RolloutPlan, register_env
 from edenrl.training import build_env, load_policy_weights, read_metrics, run_script
 
@@ -223,3 +223,9 @@ def test_evaluation_starts_where_it_is_told(tmp_path):
 def test_cart_pole_swings_up_and_holds(tmp_path):
     result = learn(tmp_path / "run", "--env.name", "CartPoleSwingUp", "--seed", "1")
     assert result["episodes"] == 20 and result["upright_time"] > 5
+
+
+@pytest.mark.parametrize("env", list(train_apg.PRESETS))
+def test_total_frames_is_heard_with_a_preset(env):
+    cfg = parse_cli(train_apg.Train, ["--env.name", env, "--total_frames", "64"], presets=train_apg.PRESETS)
+    assert (cfg.total_frames, cfg.algorithm.updates) == (64, None)

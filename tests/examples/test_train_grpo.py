@@ -195,6 +195,7 @@ def test_a_missing_reward_is_counted_and_never_trained_on(tmp_path):
         ),
         (["--algorithm.group_size=1"], "algorithm.group_size"),
         (["--algorithm.kl_coef=0.1"], "--algorithm.kl_coeff"),
+        (["--collector=multi_sync"], "GRPO collects in one process"),
         ([*TINY, "--env.name=CartPole-v1", "--algorithm.action_bound_coeff=1.0"], "needs a Gaussian actor"),
     ],
 )

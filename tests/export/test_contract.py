@@ -7,7 +7,15 @@ import pytest
 import torch
 from pydantic import ValidationError
 from torchrl.data import Bounded, Composite, MultiCategorical, Unbounded
-from torchrl.envs import ActionScaling, ObservationNorm, TransformedEnv
+from torchrl.envs import (
+    ActionScaling,
+    CatTensors,
+    Compose,
+    ObservationNorm,
+    ParallelEnv,
+    SerialEnv,
+    TransformedEnv,
+)
 
 from edenrl.envs import ClipAction, PointMass, make_env, wrap_env
 from edenrl.export import EnvContract, PolicySpec, export_policy, load_policy, nominal_env
@@ -156,6 +164,33 @@ def test_a_normalizer_outside_the_policy_is_refused(tmp_path):
     env = TransformedEnv(PointMass(2), ObservationNorm(loc=1.0, scale=2.0, in_keys=["observation"]))
     with pytest.raises(ValueError, match="ObservationNorm normalizes 'observation'; an exported policy would miss it"):
         spec_of(env, tmp_path)
+
+
+def test_a_normalizer_further_in_is_refused(tmp_path):
+    policy = gaussian_actor({"all": 14}, 2, hidden=(8,))
+    for nest in (lambda *t: Compose(*t), lambda *t: Compose(Compose(*t))):
+        norm = ObservationNorm(loc=1.0, scale=2.0, in_keys=["observation"])
+        env = TransformedEnv(PointMass(2), nest(norm, CatTensors(["observation"], "all", del_keys=False)))
+        with pytest.raises(ValueError, match="ObservationNorm normalizes 'all'"):
+            export_policy(policy, env, tmp_path, formats=["jit"])
+    inside = SerialEnv(2, lambda: TransformedEnv(PointMass(1), ObservationNorm(1.0, 2.0, in_keys=["observation"])))
+    with pytest.raises(ValueError, match="ObservationNorm normalizes 'observation'"):
+        export_policy(gaussian_actor({"observation": 14}, 2, hidden=(8,)), inside, tmp_path, formats=["jit"])
+
+
+def test_nested_action_scaling_is_recorded(tmp_path):
+    scaling = ActionScaling(loc=torch.zeros(2), scale=torch.full((2,), 0.5))
+    assert spec_of(TransformedEnv(PointMass(2), Compose(Compose(scaling))), tmp_path).actions.scale == [2.5, 2.5]
+
+
+def test_serial_environments_are_looked_into(tmp_path):
+    policy = gaussian_actor({"observation": 14}, 2, hidden=(8,))
+    env = SerialEnv(2, lambda: PointMass(1))
+    export_policy(policy, nominal_env(env), tmp_path, formats=["jit"])
+    spec = PolicySpec.model_validate_json((tmp_path / "policy_spec.json").read_text())
+    assert (spec.actions.scale, spec.actions.clip) == ([5.0, 5.0], True)
+    with pytest.raises(ValueError, match="ParallelEnv keeps its environments in other processes"):
+        nominal_env(ParallelEnv(2, lambda: PointMass(1)))
 
 
 def test_images_keep_their_shape(tmp_path):

@@ -171,6 +171,55 @@ def test_a_state_of_ones_own(tmp_path, point_mass, as_trained):
     assert runtime.state["average_in"][:, 0].tolist() == [0.5, 0.75]
 
 
+def test_a_state_that_is_written_after_the_action(tmp_path, point_mass):
+    """It is carried although this step's action does not need it."""
+    policy = TensorDictSequential(
+        TensorDictModule(Smoother(), in_keys=["observation", "average"], out_keys=["smooth", "_"]),
+        TensorDictModule(nn.Linear(14, 2), in_keys=["smooth"], out_keys=["action"]),
+        TensorDictModule(nn.Tanh(), in_keys=["smooth"], out_keys=[("next", "average")]),
+    )
+    env = point_mass.append_transform(TensorDictPrimer(average=Unbounded(14), expand_specs=True))
+    spec = json.loads(export_policy(policy, env, tmp_path, formats=["jit"])["spec"].read_text())
+    assert [entry["name"] for entry in spec["model"]["inputs"]] == ["obs", "average_in"]
+    assert [group["key"] for group in spec["observations"]] == ["observation"]
+
+
+def test_a_state_that_starts_elsewhere_than_at_zero_is_refused(tmp_path, point_mass):
+    policy = TensorDictSequential(
+        TensorDictModule(Smoother(), in_keys=["observation", "average"], out_keys=["smooth", ("next", "average")]),
+        TensorDictModule(nn.Linear(14, 2), in_keys=["smooth"], out_keys=["action"]),
+    )
+    primer = TensorDictPrimer(average=Unbounded(14), expand_specs=True, default_value=3.0)
+    with pytest.raises(ValueError, match="starts the state 'average' with values other than zero"):
+        export_policy(policy, point_mass.append_transform(primer), tmp_path, formats=["jit"])
+
+
+def test_packages_installed_under_another_name(tmp_path, point_mass, monkeypatch):
+    """onnxruntime-gpu is imported as onnxruntime and has no metadata of that name."""
+    import importlib.metadata
+
+    version = importlib.metadata.version
+
+    def other(name):
+        if name == "onnxruntime":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version(name)
+
+    import onnxruntime
+
+    monkeypatch.setattr(importlib.metadata, "version", other)
+    spec = export_policy(gaussian_actor({"observation": 14}, 2, hidden=(8,)), point_mass, tmp_path)["spec"]
+    assert json.loads(spec.read_text())["provenance"]["versions"]["onnxruntime"] == onnxruntime.__version__
+
+
+def test_links_to_elsewhere_are_not_taken_for_an_export(tmp_path, point_mass):
+    (tmp_path / "other.json").write_text("{}")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "policy_spec.json").symlink_to(tmp_path / "other.json")
+    with pytest.raises(FileExistsError, match="which were not exported there"):
+        export_policy(gaussian_actor({"observation": 14}, 2), point_mass, tmp_path / "out", formats=["jit"])
+
+
 def test_several_groups_keep_the_order_of_the_policy(tmp_path, point_mass, as_trained):
     """Also one that only a value head reads stays out of the file."""
     from torchrl.envs import CatTensors, RenameTransform
@@ -184,7 +233,7 @@ def test_several_groups_keep_the_order_of_the_policy(tmp_path, point_mass, as_tr
     spec = PolicySpec.model_validate_json((tmp_path / "policy_spec.json").read_text())
     assert [(o.key, o.start, o.stop, o.transforms) for o in spec.observations] == [
         ("second", 0, 14, ["RenameTransform"]),
-        ("first", 14, 42, ["CatTensors"]),
+        ("first", 14, 42, ["RenameTransform", "CatTensors"]),
     ]
     first, second = torch.randn(28).numpy(), torch.randn(14).numpy()
     runtime = load_policy(tmp_path)

@@ -226,7 +226,9 @@ def test_saving_and_evaluating_have_intervals_of_their_own(tmp_path):
 
 def test_an_unknown_metric_lists_what_there_is(tmp_path):
     with pytest.raises(ValueError, match=r"evaluation.metric is 'succes'; this evaluation measures \['distance'"):
-        run_with_scores(tmp_path, [1.0], evaluation={"metric": "succes"})
+        run_with_scores(tmp_path, [1.0] * 4, evaluation={"metric": "succes", "interval_iterations": 2})
+    # What was trained until then can be continued under another name.
+    assert (tmp_path / "run" / "checkpoints" / f"checkpoint-{2:012d}").is_dir()
 
 
 def test_a_budget_in_updates(tmp_path, capsys):
