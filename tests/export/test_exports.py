@@ -257,6 +257,15 @@ def test_a_graph_that_does_not_fit_is_refused(exported, tmp_path):
         load_policy(folder)
 
 
+def test_one_observation_is_judged_at_a_time(exported):
+    policy = load_policy(exported["mlp"].folder)
+    (key,) = policy.groups
+    row = np.full(policy.width, 1e4, np.float32)
+    assert policy.unusual({key: row}) == policy.unusual(row) != {}
+    with pytest.raises(ValueError, match=r"One observation \[14\] can be judged at a time"):
+        policy.unusual(row[None])
+
+
 def test_without_onnxruntime_loading_says_what_to_install(exported, monkeypatch):
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     with pytest.raises(ImportError, match="pip install onnxruntime"):
