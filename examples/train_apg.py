@@ -12,10 +12,10 @@ from edenrl.collectors import DifferentiableCollector
 from edenrl.config import APGConfig, RunConfig, parse_cli
 from edenrl.distributed import num_iterations, world_size
 from edenrl.envs import ScheduledEnv, action_box, wrap_env
-from edenrl.modules import make_actor, observation_groups, update_normalization
+from edenrl.modules import update_normalization
 from edenrl.objectives import APGLoss
 from edenrl.optim import GradientStep, make_lr_schedule, make_optimizer
-from edenrl.training import Run, average, build_env, evaluate_run, rollout_metrics, run_script, setup
+from edenrl.training import Run, average, build_env, evaluate_run, make_policy, rollout_metrics, run_script, setup
 
 # Settings by environment, found by measuring (docs/pages/results.md); each can be overridden on the command line.
 SMALL = dict(actor_hidden=(64, 64), lr_schedule="linear", final_lr_fraction=0.1, lr=3e-3, init_std=0.3)
@@ -44,20 +44,6 @@ class Train(RunConfig):
 
     algorithm: APGConfig = Field(default_factory=APGConfig)
     """APG."""
-
-
-def make_policy(cfg: Train, env):
-    """The actor for an environment; evaluation rebuilds it from a run's config.json with this."""
-    algo = cfg.algorithm
-    return make_actor(
-        observation_groups(env.observation_spec, algo.actor_groups),
-        env.action_spec_unbatched,
-        hidden=algo.actor_hidden,
-        activation=algo.activation,
-        normalize=algo.normalize_observations,
-        init_std=algo.init_std,
-        squash=cfg.env.action_mode == "squash",
-    )
 
 
 def main(argv=None):

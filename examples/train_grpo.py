@@ -11,10 +11,10 @@ from edenrl.collectors import Collector
 from edenrl.config import GRPOConfig, RunConfig, parse_cli
 from edenrl.distributed import num_iterations
 from edenrl.envs import action_box, assert_same_start, set_group_size, wrap_env
-from edenrl.modules import make_actor, observation_groups, update_normalization
+from edenrl.modules import observation_groups, update_normalization
 from edenrl.objectives import GroupRelativeAdvantage, GRPOLoss
 from edenrl.optim import GradientStep, make_lr_schedule, make_optimizer
-from edenrl.training import Run, average, build_env, evaluate_run, rollout_metrics, run_script, setup
+from edenrl.training import Run, average, build_env, evaluate_run, make_policy, rollout_metrics, run_script, setup
 
 # Settings by environment, found by measuring (docs/pages/results.md); each can be overridden on the command line.
 SMALL = dict(actor_hidden=(64, 64), activation="tanh")
@@ -38,20 +38,6 @@ class Train(RunConfig):
 
     algorithm: GRPOConfig = Field(default_factory=GRPOConfig)
     """GRPO."""
-
-
-def make_policy(cfg: Train, env):
-    """The actor for an environment; evaluation rebuilds it from a run's config.json with this."""
-    algo = cfg.algorithm
-    return make_actor(
-        observation_groups(env.observation_spec, algo.actor_groups),
-        env.action_spec_unbatched,
-        hidden=algo.actor_hidden,
-        activation=algo.activation,
-        normalize=algo.normalize_observations,
-        init_std=algo.init_std,
-        squash=cfg.env.action_mode == "squash",
-    )
 
 
 def main(argv=None):

@@ -11,10 +11,20 @@ from edenrl.collectors import make_collector
 from edenrl.config import QUADRUPED, QUADRUPED_TERRAIN, PPOConfig, RunConfig, parse_cli
 from edenrl.distributed import num_iterations
 from edenrl.envs import action_box, wrap_env
-from edenrl.modules import MirrorAugmentation, make_actor, observation_groups, update_normalization, value_critic
+from edenrl.modules import MirrorAugmentation, observation_groups, update_normalization, value_critic
 from edenrl.objectives import GAE, PPOLoss
 from edenrl.optim import GradientStep, make_lr_schedule, make_optimizer
-from edenrl.training import Run, average, build_env, collector_options, evaluate_run, rollout_metrics, run_script, setup
+from edenrl.training import (
+    Run,
+    average,
+    build_env,
+    collector_options,
+    evaluate_run,
+    make_policy,
+    rollout_metrics,
+    run_script,
+    setup,
+)
 
 # Settings by environment, found by measuring (docs/pages/results.md); each can be overridden on the command line.
 SMALL = dict(actor_hidden=(64, 64), critic_hidden=(64, 64), clip_value=False)
@@ -44,20 +54,6 @@ class Train(RunConfig):
 
     algorithm: PPOConfig = Field(default_factory=PPOConfig)
     """PPO."""
-
-
-def make_policy(cfg: Train, env):
-    """The actor for an environment; evaluation rebuilds it from a run's config.json with this."""
-    algo = cfg.algorithm
-    return make_actor(
-        observation_groups(env.observation_spec, algo.actor_groups),
-        env.action_spec_unbatched,
-        hidden=algo.actor_hidden,
-        activation=algo.activation,
-        normalize=algo.normalize_observations,
-        init_std=algo.init_std,
-        squash=cfg.env.action_mode == "squash",
-    )
 
 
 def main(argv=None):

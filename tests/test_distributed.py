@@ -251,3 +251,17 @@ def test_a_killed_process_ends_the_other(tmp_path):
     assert "Process 0 stops because of another process ended without a message" in output
     processes[1].communicate()
     assert json.loads((tmp_path / "run" / "progress.json").read_text())["state"] == "failed"
+
+
+def test_in_a_single_process_everything_is_this_process():
+    assert (distributed.rank(), distributed.world_size(), distributed.local_device("cpu")) == (0, 1, "cpu")
+    assert distributed.num_iterations(1001, 100) == 11 and distributed.num_iterations(1000, 100) == 10
+    net = torch.nn.Linear(2, 1)
+    before = net.weight.clone()
+    distributed.broadcast_modules([net])
+    component = distributed.PerProcess(net)
+    component.collect()
+    saved = {name: value.clone() for name, value in component.state_dict().items()}
+    net.weight.data.zero_()
+    component.load_state_dict(saved)
+    assert torch.equal(net.weight, before)

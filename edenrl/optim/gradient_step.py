@@ -201,6 +201,7 @@ class GradientStep:
     def _average_processes(self, loss: Tensor, kl: Tensor) -> tuple[Tensor, Tensor]:
         """Averages all gradients, the loss and the KL over the processes, each dtype as one flat tensor."""
         parameters = [p for params in self.groups.values() for p in params]
+        absent = [i for i, p in enumerate(parameters) if p.grad is None]
         has_gradient = loss.new_tensor([p.grad is not None for p in parameters])
         for p in parameters:
             if p.grad is None:
@@ -215,9 +216,13 @@ class GradientStep:
             flat /= dist.get_world_size()
             for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
                 tensor.copy_(part.view_as(tensor))
-        for p, share in zip(parameters, has_gradient.tolist(), strict=True):
-            if share == 0:  # in no process: as alone, the optimizer leaves it as it is
-                p.grad = None
+        # What no process has a gradient for is left alone by the optimizer. It is absent here as well, so that the host
+        # is read only where something is.
+        if absent:
+            shares = has_gradient.tolist()
+            for i in absent:
+                if shares[i] == 0:
+                    parameters[i].grad = None
         return loss, kl
 
     def _drop_update(self, terms: Mapping[Any, Tensor]) -> None:

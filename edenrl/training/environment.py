@@ -6,15 +6,16 @@ from functools import partial
 from typing import Any
 
 import torch
-from tensordict.nn import TensorDictModuleBase
+from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModuleBase
 from torchrl.envs import EnvBase
 
 from edenrl import distributed
 from edenrl.config import EnvConfig, RunConfig
 from edenrl.envs import make_env, wrap_env
+from edenrl.modules import make_actor, observation_groups
 from edenrl.training.evaluation import evaluate
 
-__all__ = ["build_env", "collector_options", "evaluate_run"]
+__all__ = ["build_env", "collector_options", "evaluate_run", "make_policy"]
 
 
 def build_env(
@@ -34,6 +35,34 @@ def build_env(
         # Row i of a Gymnasium vector has seed + i, so neighbouring seeds would repeat environments.
         seed = cfg.seed + distributed.rank() * cfg.env.num_envs
     return _build(cfg.env, num_envs, device, seed)
+
+
+def make_policy(cfg: Any, env: EnvBase) -> ProbabilisticTensorDictSequential:
+    """The multi-layer perceptron that ``cfg.algorithm`` describes, for an environment as ``build_env`` returns it.
+
+    A trainer script uses it, or a ``make_policy`` of its own, and ``examples/evaluate.py`` rebuilds a run with that.
+
+    Args:
+        cfg: a configuration whose ``algorithm`` has the actor's groups, widths, activation, normalization and noise.
+        env: the environment whose observations and actions it is for.
+
+    Examples:
+        >>> from types import SimpleNamespace
+        >>> from edenrl.config import PPOConfig, RunConfig
+        >>> cfg = SimpleNamespace(env=RunConfig().env, algorithm=PPOConfig(actor_hidden=(8,)))
+        >>> make_policy(cfg, make_env("PointMass", 2)).in_keys
+        ['observation']
+    """
+    algo = cfg.algorithm
+    return make_actor(
+        observation_groups(env.observation_spec, algo.actor_groups),
+        env.action_spec_unbatched,
+        hidden=algo.actor_hidden,
+        activation=algo.activation,
+        normalize=algo.normalize_observations,
+        init_std=algo.init_std,
+        squash=cfg.env.action_mode == "squash",
+    )
 
 
 def _build(env: EnvConfig, num_envs: int, device: torch.device | str, seed: int) -> EnvBase:
