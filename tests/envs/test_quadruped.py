@@ -194,10 +194,11 @@ def test_refuses_wrong_arguments(arguments: dict[str, Any], message: str) -> Non
         Quadruped(**{"num_envs": 1, **arguments})
 
 
-def test_refuses_an_action_that_is_not_finite() -> None:
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_refuses_an_action_that_is_not_finite(value: str) -> None:
     env = make(3)
     action = torch.zeros(3, 12)
-    action[1, 4] = float("nan")
+    action[1, 4] = float(value)
     with pytest.raises(ValueError, match="action of env 1"):
         env.step(env.reset().set("action", action))
 
@@ -483,6 +484,27 @@ def test_reward_by_hand() -> None:
     assert out["reward"].item() == 0.0  # the sum is negative
 
 
+def test_reward_of_moving_while_told_to_stand_by_hand() -> None:
+    """In the air, in the default pose, at (0.3, 0.4) m/s with a command of zero; and standing still on the ground."""
+    env = make(2, randomize=False, groups=["reward_groups"])
+    root = env.reset()
+    put(env, qvel=0.0)
+    env._qpos[:] = [0, 0, 0.45, 1, 0, 0, 0, *DEFAULT_POSE]
+    env._rows.command[:] = 0.0
+    env._qpos[1, 2] = 0.33
+    env._qvel[0, :2] = [0.3, 0.4]
+    style = env.step(root.set("action", torch.zeros(2, 12)))["next", "reward_groups", "style"]
+    # After 0.02 s of fall it is 0.448 m high. Speed 0.5: -5 * 0.5 - 20 * 0.148^2 = -2.938
+    assert style[0].item() == pytest.approx(0.02 * -2.938, abs=2e-4)
+    play(env, env.reset(), torch.zeros(240, 2, 12))  # it has stopped rocking
+    env._rows.command[:] = 0.0
+    still = env.step(env._pack(env._kinematics()).set("action", torch.zeros(2, 12)))["next", "reward_groups", "style"]
+    # All feet on the ground: +1, less what the sag of joints and trunk costs.
+    offset = np.abs(env._qpos[:, 7:] - DEFAULT_POSE)
+    expected = 1.0 - 0.5 * offset.sum(-1) - 0.05 * np.square(offset).sum(-1) - 20 * (env._qpos[:, 2] - 0.30) ** 2
+    np.testing.assert_allclose(still[:, 0].numpy(), 0.02 * expected, atol=2e-4)
+
+
 def test_reward_is_the_sum_of_its_groups_or_zero_and_weights_can_be_replaced() -> None:
     env = make(3, groups=["reward_groups"])
     steps, _ = play(env, env.reset(), torch.rand(30, 3, 12) - 0.5)
@@ -510,11 +532,11 @@ def test_a_fall_terminates() -> None:
     assert out["metrics", "fallen"].squeeze(-1).tolist() == [1.0, 1.0, 0.0]
 
 
-def test_commands_stay_in_their_ranges_change_every_five_seconds_and_one_in_ten_is_zero() -> None:
+def test_commands_stay_in_their_ranges_change_every_five_seconds_and_one_in_five_is_zero() -> None:
     env = make(4000, num_threads=2, groups=["policy"])
     command = env.reset()["policy"][:, :3] / torch.tensor([2.0, 2.0, 0.5])
     zero = (command == 0).all(-1)
-    assert zero.float().mean().item() == pytest.approx(0.1, abs=0.03)
+    assert zero.float().mean().item() == pytest.approx(0.2, abs=0.03)
     assert command[~zero].norm(dim=-1).min() >= 0.1
     assert command.min(0).values.tolist() == pytest.approx([0.0, -0.3, -0.5], abs=0.01)
     assert command.max(0).values.tolist() == pytest.approx([1.0, 0.3, 0.5], abs=0.01)

@@ -41,6 +41,18 @@ def test_writes_an_animation(run_dir, capsys):
     assert "10 frames" in capsys.readouterr().out
 
 
+def test_draws_lines_where_there_is_no_opengl(run_dir, tmp_path, capsys, monkeypatch):
+    play = load_script("play")
+
+    def no_context(env):
+        raise RuntimeError("no display")
+
+    monkeypatch.setattr(play, "Rendered", no_context)
+    play.main([str(run_dir), "--output", str(tmp_path / "a.gif"), "--seconds", "0.2"])
+    assert len(imageio.mimread(tmp_path / "a.gif")) == 5
+    assert "RuntimeError: no display" in capsys.readouterr().err
+
+
 def test_refuses_another_kind_of_file(run_dir):
     with pytest.raises(ValueError, match=r"\.gif or \.mp4"):
         load_script("play").main([str(run_dir), "--output", "play.png"])

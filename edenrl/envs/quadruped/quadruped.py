@@ -69,7 +69,15 @@ _PUSH_PERIOD = 4.0  # s, on average
 
 REWARD_WEIGHTS = {
     "task": {"track_velocity": 1.5, "track_yaw": 0.75, "alive": 0.1},
-    "style": {"trot": 1.0, "air_time": 1.0, "stand": 1.0, "stand_pose": -0.5, "height": -20.0, "pose": -0.05},
+    "style": {
+        "trot": 1.0,
+        "air_time": 1.0,
+        "stand": 1.0,
+        "stand_pose": -0.5,
+        "stand_speed": -5.0,
+        "height": -20.0,
+        "pose": -0.05,
+    },
     "penalty": {
         "vertical_velocity": -2.0,
         "roll_pitch_rate": -0.05,
@@ -87,7 +95,7 @@ class Quadruped(EnvBase):
     One control step is 0.02 s, four physics steps. Actions move the joint targets around the default pose, ``target =
     default + 0.25 a`` with ``a`` clamped to ``[-4, 4]``; servos with limited torque follow them. The trunk should move
     with the command ``(vx, vy, yaw rate)``, in m/s and rad/s in its own frame; commands are drawn anew every 5 s, and
-    one in ten is zero: stand still.
+    one in five is zero: stand still.
 
     An episode ends by falling (``terminated``: the trunk tilts over 60 degrees or comes closer than 0.16 m to the
     ground), by ``episode_seconds`` (``truncated``), or when the simulation diverges (``terminated``, with reward 0; what
@@ -126,7 +134,7 @@ class Quadruped(EnvBase):
         seed: Seed of the environment's own generator. Default: drawn from torch's global generator.
         groups: Groups to publish. Default ``("policy", "critic")``.
         commands: Ranges that replace those of ``vx`` (0 to 1 m/s), ``vy`` (+-0.3 m/s) or ``yaw`` (+-0.5 rad/s).
-        zero_commands: Share of commands that are zero. Default 0.1.
+        zero_commands: Share of commands that are zero. Default 0.2.
         episode_seconds: Time limit. Default 10 s.
         randomize: True: the ranges of ``RANDOMIZATION`` (no pushes); False: none; a mapping replaces the ranges it
             names.
@@ -165,7 +173,7 @@ class Quadruped(EnvBase):
         seed: int | None = None,
         groups: Sequence[str] = ("policy", "critic"),
         commands: Mapping[str, Sequence[float]] | None = None,
-        zero_commands: float = 0.1,
+        zero_commands: float = 0.2,
         episode_seconds: float = 10.0,
         randomize: bool | Mapping[str, Sequence[float]] = True,
         rewards: Mapping[str, float] | None = None,
@@ -402,10 +410,11 @@ class Quadruped(EnvBase):
 
     def _step(self, tensordict: TensorDictBase) -> TensorDict:
         rows = self._rows
-        action = tensordict.get("action").detach().cpu().numpy().astype(np.float64).clip(-ACTION_LIMIT, ACTION_LIMIT)
+        action = tensordict.get("action").detach().cpu().numpy().astype(np.float64)
         if not np.isfinite(action).all():
             row = int(np.flatnonzero(~np.isfinite(action).all(-1))[0])
             raise ValueError(f"The action of env {row} is {action[row].tolist()}; expected finite numbers.")
+        action = action.clip(-ACTION_LIMIT, ACTION_LIMIT)
         if self._random["push"][1] > 0.0:
             self._push()
         self._ctrl[:] = DEFAULT_POSE + ACTION_SCALE * action + rows.joint_offset
@@ -505,6 +514,7 @@ class Quadruped(EnvBase):
                 air_time * moving,
                 contact.all(-1) & ~moving,
                 np.abs(k.joint_offset).sum(-1) * ~moving,
+                np.hypot(k.velocity[:, 0], k.velocity[:, 1]) * ~moving,
                 np.square(k.height - _NOMINAL_HEIGHT),
                 pose,
                 np.square(k.velocity[:, 2]),
