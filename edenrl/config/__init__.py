@@ -7,6 +7,7 @@ given and what to change. This package does not import torch.
 from edenrl.config.apg import APGConfig
 from edenrl.config.base import Config
 from edenrl.config.cli import load_config, parse_cli, read_config, save_config
+from edenrl.config.cmdp import CMDPConfig
 from edenrl.config.grpo import GRPOConfig
 from edenrl.config.ppo import PPOConfig
 from edenrl.config.presets import QUADRUPED, QUADRUPED_TERRAIN
@@ -18,6 +19,7 @@ __all__ = [
     "APGConfig",
     "QUADRUPED",
     "QUADRUPED_TERRAIN",
+    "CMDPConfig",
     "CheckpointConfig",
     "Config",
     "EnvConfig",
