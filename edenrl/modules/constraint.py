@@ -66,9 +66,10 @@ class TaskConstraint(nn.Module):
     updates: Tensor
     skipped: Tensor
     episodes: Tensor
+    measured: Tensor
     returns: Tensor
+    finite: Tensor
     history: Tensor
-    ratio: Tensor
 
     def __init__(
         self,
@@ -96,12 +97,12 @@ class TaskConstraint(nn.Module):
                 raise ValueError(f"TaskConstraint needs {name} as a whole number of at least {least}, got {value!r}.")
         self.alpha, self.lambda_lr, self.warmup_iters = alpha, lambda_lr, warmup_iters
         self.register_buffer("multiplier", torch.tensor(float(lambda_init)))
-        for name in ("updates", "skipped", "episodes"):
+        for name in ("updates", "skipped", "episodes", "measured"):
             self.register_buffer(name, torch.zeros((), dtype=torch.int64))
-        # Newest last; NaN and -inf where nothing has been yet.
-        self.register_buffer("returns", torch.full((vg_window,), torch.nan))
-        self.register_buffer("history", torch.full((vg_star_window,), -torch.inf))
-        self.register_buffer("ratio", torch.tensor(torch.nan))
+        # Newest last. Zero where nothing is, not NaN: what a checkpoint saves is finite.
+        self.register_buffer("returns", torch.zeros(vg_window))
+        self.register_buffer("finite", torch.zeros(vg_window, dtype=torch.bool))
+        self.register_buffer("history", torch.zeros(vg_star_window))
 
     @property
     def weight(self) -> Tensor:
@@ -111,13 +112,20 @@ class TaskConstraint(nn.Module):
     @property
     def task_return(self) -> Tensor:
         """J_hat of the last update that had one; NaN before."""
-        return self.history[-1].where(self.history[-1].isfinite(), torch.nan)
+        return self.history[-1].where(self.measured > 0, torch.nan)
 
     @property
     def task_return_best(self) -> Tensor:
         """J_star of the last update that had one; NaN before."""
-        best = self.history.max()
-        return best.where(best.isfinite(), torch.nan)
+        size = len(self.history)
+        known = torch.arange(size, device=self.history.device) >= size - self.measured
+        return self.history.where(known, -torch.inf).max().where(self.measured > 0, torch.nan)
+
+    @property
+    def ratio(self) -> Tensor:
+        """What is left of the best task return: 1 at the best, smaller below; NaN before the first episode."""
+        best = self.task_return_best
+        return 1.0 - (best - self.task_return) / (best.abs() + 1e-8)
 
     def metrics(self) -> dict[str, Tensor]:
         """``task_weight``, ``lambda``, ``task_return`` (J_hat), ``task_return_best`` (J_star) and ``task_ratio``."""
@@ -126,7 +134,7 @@ class TaskConstraint(nn.Module):
             "lambda": self.multiplier.clone(),
             "task_return": self.task_return,
             "task_return_best": self.task_return_best,
-            "task_ratio": self.ratio.clone(),
+            "task_ratio": self.ratio,
         }
 
     @torch.no_grad()
@@ -147,16 +155,16 @@ class TaskConstraint(nn.Module):
         warm = self.updates < self.warmup_iters
         self.updates += 1
         self.episodes += len(finished)
-        self.returns.copy_(torch.cat([self.returns, finished])[-len(self.returns) :])
-        finite = self.returns.isfinite()
+        known = finished.isfinite()
+        for buffer, new in ((self.returns, finished.where(known, 0.0)), (self.finite, known)):
+            buffer.copy_(torch.cat([buffer, new])[-len(buffer) :])
         # One read of the host for an iteration.
-        if not bool(finite.any()):
+        if not bool(self.finite.any()):
             self.skipped += self.episodes > 0
             return
-        mean = self.returns.where(finite, 0.0).sum() / finite.sum()
+        mean = self.returns.sum() / self.finite.sum()
         self.history.copy_(torch.cat([self.history[1:], mean[None]]))
-        best = self.history.max()
-        self.ratio.copy_(1.0 - (best - mean) / (best.abs() + 1e-8))
+        self.measured += 1
         self.multiplier += torch.where(warm, 0.0, self.lambda_lr * (self.alpha - self.ratio))
 
     @staticmethod
