@@ -30,10 +30,10 @@ from edenrl.training import (
 # Settings by environment, found by measuring (docs/pages/results.md); each can be overridden on the command line.
 PRESETS = {
     "ConflictPointMass": dict(
-        total_frames=1_000_000,
+        total_frames=1_600_000,
         env=dict(reward_scale=0.1),
         algorithm=dict(actor_hidden=(64, 64), critic_hidden=(64, 64), clip_value=False, gamma=0.95, epochs=5,
-                       num_minibatches=4, lr=1e-3, entropy_coeff=0.0, init_std=0.5, lambda_lr=0.1, warmup_iters=80,
+                       num_minibatches=4, lr=1e-3, entropy_coeff=0.0, init_std=0.5, lambda_lr=0.2, warmup_iters=80,
                        vg_window=256, vg_star_window=1000),
         evaluation=dict(num_episodes=128, metric="updates"),
     ),
