@@ -10,7 +10,7 @@ from edenrl.config.cli import load_config, parse_cli, read_config, save_config
 from edenrl.config.cmdp import CMDPConfig
 from edenrl.config.grpo import GRPOConfig
 from edenrl.config.ppo import PPOConfig
-from edenrl.config.presets import QUADRUPED, QUADRUPED_TERRAIN
+from edenrl.config.presets import QUADRUPED, QUADRUPED_STYLE, QUADRUPED_TERRAIN
 from edenrl.config.resume import refuse_changes
 from edenrl.config.run import CheckpointConfig, EnvConfig, EvaluationConfig, LoggerConfig, RunConfig
 from edenrl.config.simba import SimbaPPOConfig
@@ -18,6 +18,7 @@ from edenrl.config.simba import SimbaPPOConfig
 __all__ = [
     "APGConfig",
     "QUADRUPED",
+    "QUADRUPED_STYLE",
     "QUADRUPED_TERRAIN",
     "CMDPConfig",
     "CheckpointConfig",

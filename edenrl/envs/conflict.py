@@ -14,7 +14,7 @@ from edenrl.envs.tensor_state import TensorStateEnv
 
 __all__ = ["ConflictPointMass"]
 
-_DT = 0.05
+_DT = 0.1
 _DAMPING = 5.0
 _FORCE = 5.0
 _RADIUS = 0.6
@@ -25,7 +25,7 @@ _ACTION_RATE = 0.02
 class ConflictPointMass(TensorStateEnv):
     """A point of mass 1 that should follow a goal on a circle, and move slowly: batched, pure torch, differentiable.
 
-    One control step is one semi-implicit Euler step of ``dt = 0.05`` s; the point reaches 1 m/s at most:
+    One control step is one semi-implicit Euler step of ``dt = 0.1`` s; the point reaches 1 m/s at most:
 
     ```
     a <- clamp(a, -1, 1)
@@ -57,7 +57,7 @@ class ConflictPointMass(TensorStateEnv):
     Args:
         num_envs: Number of environments ``N``, at least 1.
         device: Device of the states and of the random generator. Default: CPU.
-        max_steps: Steps until truncation, at least 1. Default 100, which is 5 s.
+        max_steps: Steps until truncation, at least 1. Default 50, which is 5 s.
         seed: Seed of the environment's own generator. Default: drawn from torch's global generator.
         dtype: Floating-point type of every entry. Default: ``torch.get_default_dtype()``.
 
@@ -79,7 +79,7 @@ class ConflictPointMass(TensorStateEnv):
         num_envs: int,
         *,
         device: torch.device | str | None = None,
-        max_steps: int = 100,
+        max_steps: int = 50,
         seed: int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
