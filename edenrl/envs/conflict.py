@@ -15,22 +15,21 @@ from edenrl.envs.tensor_state import TensorStateEnv
 __all__ = ["ConflictPointMass"]
 
 _DT = 0.1
-_DAMPING = 5.0
-_FORCE = 5.0
+_SERVO = 5.0
 _RADIUS = 0.6
 _GOAL_SPEED = 0.6
 _ACTION_RATE = 0.02
 
 
 class ConflictPointMass(TensorStateEnv):
-    """A point of mass 1 that should follow a goal on a circle, and move slowly: batched, pure torch, differentiable.
+    """A point that should follow a goal on a circle, and move slowly: batched, pure torch, differentiable.
 
-    One control step is one semi-implicit Euler step of ``dt = 0.1`` s; the point reaches 1 m/s at most:
+    The action is the position, in m, to which a servo pulls the point. One control step of ``dt = 0.1`` s:
 
     ```
     a <- clamp(a, -1, 1)
-    v <- v (1 - 5 dt) + 5 a dt
-    p <- clamp(p + v dt, -1, 1)
+    v <- 5 (a - p)
+    p <- p + v dt
     ```
 
     The goal moves on the circle of radius 0.6 m around the origin at 0.6 m/s, in a direction and from an angle drawn
@@ -57,7 +56,7 @@ class ConflictPointMass(TensorStateEnv):
     Args:
         num_envs: Number of environments ``N``, at least 1.
         device: Device of the states and of the random generator. Default: CPU.
-        max_steps: Steps until truncation, at least 1. Default 50, which is 5 s.
+        max_steps: Steps until truncation, at least 1. Default 20, which is 2 s.
         seed: Seed of the environment's own generator. Default: drawn from torch's global generator.
         dtype: Floating-point type of every entry. Default: ``torch.get_default_dtype()``.
 
@@ -79,7 +78,7 @@ class ConflictPointMass(TensorStateEnv):
         num_envs: int,
         *,
         device: torch.device | str | None = None,
-        max_steps: int = 50,
+        max_steps: int = 20,
         seed: int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -110,7 +109,8 @@ class ConflictPointMass(TensorStateEnv):
         return {
             "position": position,
             "velocity": zero,
-            "last_action": zero.clone(),
+            # What keeps the point where it is.
+            "last_action": position.clone(),
             "angle": self._uniform(-math.pi, math.pi, 1),
             "turn": turn,
             "steps": torch.zeros(self.num_envs, 1, dtype=torch.int64, device=self.device),
@@ -147,8 +147,8 @@ class ConflictPointMass(TensorStateEnv):
     def _step(self, tensordict: TensorDictBase) -> TensorDict:
         state = self._state
         action = tensordict.get("action").to(self._float).clamp(-1.0, 1.0)
-        velocity = state["velocity"] * (1.0 - _DAMPING * _DT) + _FORCE * _DT * action
-        position = (state["position"] + velocity * _DT).clamp(-1.0, 1.0)
+        velocity = _SERVO * (action - state["position"])
+        position = state["position"] + velocity * _DT
         steps = state["steps"] + 1
         self._state = state = {
             **state,
@@ -168,13 +168,13 @@ class ConflictPointMass(TensorStateEnv):
         return self._observe().set("reward", state["task"] + state["style"] + state["penalty"])
 
     def policy_contract(self) -> dict[str, Any]:
-        """What a deployed policy must know, for ``edenrl.export``: terms, acceleration per action, rate."""
+        """What a deployed policy must know, for ``edenrl.export``: terms, meaning of the action, rate."""
         terms = {
             "position": "m",
             "velocity": "m/s",
             "goal position": "m",
             "goal velocity": "m/s",
-            "last action, clamped": None,
+            "last action, clamped": "m",
         }
         return {
             "observations": {
@@ -182,10 +182,10 @@ class ConflictPointMass(TensorStateEnv):
             },
             "actions": {
                 "clip": True,
-                "scale": [_FORCE] * 2,
+                "scale": [1.0] * 2,
                 "names": ["x", "y"],
-                "unit": "m/s^2",
-                "meaning": f"acceleration of the point, before damping by {_DAMPING:g}/s times its velocity",
+                "unit": "m",
+                "meaning": f"position to which the point is pulled at {_SERVO:g}/s times its distance",
             },
             "rate": {"control_dt": _DT, "decimation": 1, "sim_dt": _DT},
         }
