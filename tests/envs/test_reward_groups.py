@@ -24,8 +24,7 @@ def test_groups_are_scaled_with_the_reward_and_returns_are_not() -> None:
     for step in range(30):
         action = torch.randn(3, 2)
         stepped = [
-            env.step_and_maybe_reset(root.set("action", action))
-            for env, root in zip((raw, scaled), roots, strict=True)
+            env.step_and_maybe_reset(root.set("action", action)) for env, root in zip((raw, scaled), roots, strict=True)
         ]
         (a, b), roots = [data["next"] for data, _ in stepped], [root for _, root in stepped]
         torch.testing.assert_close(b["reward"], 0.25 * a["reward"])

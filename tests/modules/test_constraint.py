@@ -49,7 +49,11 @@ def test_the_published_controller(sequence):
             after = float(constraint.weight)
             assert after == pytest.approx(float(g[f"dual_{sequence}_w_task_after"][i]), abs=1e-5)
         for name in ("vg_hat", "vg_star", "ratio"):
-            value = {"vg_hat": constraint.task_return, "vg_star": constraint.task_return_best, "ratio": constraint.ratio}
+            value = {
+                "vg_hat": constraint.task_return,
+                "vg_star": constraint.task_return_best,
+                "ratio": constraint.ratio,
+            }
             published = float(g[f"dual_{sequence}_{name}"][i])
             assert float(value[name]) == pytest.approx(published, rel=1e-5, abs=1e-5, nan_ok=True)
     assert not rest
@@ -164,6 +168,21 @@ def test_a_restored_state_goes_on_alike_from_the_middle_of_a_window_and_of_warm_
         for name, value in whole.state_dict().items():
             assert torch.equal(value, second.state_dict()[name]), (cut, name)
         assert torch.equal(whole.weight, second.weight)
+
+
+@pytest.mark.parametrize("alpha", [0.7, 0.9])
+@pytest.mark.parametrize("offset", [0.0, -20.0])
+def test_the_loop_comes_to_rest_at_the_share_that_is_asked_for(alpha, offset):
+    """A policy that circles at a share s of the goal's radius follows the weight, s = w at rest, with a lag."""
+    constraint = TaskConstraint(alpha, warmup_iters=30, vg_window=1, vg_star_window=1000)
+    share, best = 0.0, 10.0 + offset
+    for _ in range(900):
+        share += 0.2 * (float(constraint.weight) - share)
+        update(constraint, 10.0 * (1.0 - (1.0 - share) ** 2) + offset)
+    # 0.9 of a best return of -10 is -11: what may be lost is a share of its size.
+    kept = best - (1.0 - alpha) * abs(best)
+    assert float(constraint.task_return) == pytest.approx(kept, abs=0.05)
+    assert float(constraint.weight) == pytest.approx(1.0 - math.sqrt((10.0 + offset - kept) / 10.0), abs=0.01)
 
 
 @pytest.mark.parametrize(
