@@ -1,6 +1,7 @@
 """Losses and advantage estimators, one file per algorithm."""
 
 from edenrl.objectives.apg import APGLoss
+from edenrl.objectives.cmdp import CMDPLoss, TwoChannelGAE, check_reward_groups
 from edenrl.objectives.gae import GAE
 from edenrl.objectives.grpo import GroupRelativeAdvantage, GRPOLoss
 from edenrl.objectives.ppo import PPOLoss, gaussian_kl
@@ -8,10 +9,13 @@ from edenrl.objectives.registry import make_loss, register_loss, registered_loss
 
 __all__ = [
     "APGLoss",
+    "CMDPLoss",
     "GAE",
     "GRPOLoss",
     "GroupRelativeAdvantage",
     "PPOLoss",
+    "TwoChannelGAE",
+    "check_reward_groups",
     "gaussian_kl",
     "make_loss",
     "register_loss",
@@ -19,5 +23,6 @@ __all__ = [
 ]
 
 register_loss("APG", APGLoss, override=True)
+register_loss("CMDP", CMDPLoss, override=True)
 register_loss("GRPO", GRPOLoss, override=True)
 register_loss("PPO", PPOLoss, override=True)

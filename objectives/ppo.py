@@ -216,6 +216,8 @@ class PPOLoss(ClipPPOLoss):
                 out.set("explained_variance", self._explained_variance(tensordict))
         if self._has_critic and out.get("loss_critic").ndim > max(tensordict.ndim, 0) and self.reduction == "none":
             out.set("loss_critic", out.get("loss_critic").mean(-1))  # several heads, one loss per sample
+        elif self._has_critic and self.reduction == "sum":
+            out.set("loss_critic", out.get("loss_critic") / tensordict.get(self.tensor_keys.value_target).shape[-1])
         if self.action_bound_coeff is not None:
             out.set("loss_action_bound", self._action_bound(tensordict, new))
         return out

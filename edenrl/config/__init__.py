@@ -7,9 +7,10 @@ given and what to change. This package does not import torch.
 from edenrl.config.apg import APGConfig
 from edenrl.config.base import Config
 from edenrl.config.cli import load_config, parse_cli, read_config, save_config
+from edenrl.config.cmdp import CMDPConfig
 from edenrl.config.grpo import GRPOConfig
 from edenrl.config.ppo import PPOConfig
-from edenrl.config.presets import QUADRUPED, QUADRUPED_TERRAIN
+from edenrl.config.presets import QUADRUPED, QUADRUPED_STYLE, QUADRUPED_TERRAIN
 from edenrl.config.resume import refuse_changes
 from edenrl.config.run import CheckpointConfig, EnvConfig, EvaluationConfig, LoggerConfig, RunConfig
 from edenrl.config.simba import SimbaPPOConfig
@@ -17,7 +18,9 @@ from edenrl.config.simba import SimbaPPOConfig
 __all__ = [
     "APGConfig",
     "QUADRUPED",
+    "QUADRUPED_STYLE",
     "QUADRUPED_TERRAIN",
+    "CMDPConfig",
     "CheckpointConfig",
     "Config",
     "EnvConfig",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["QUADRUPED", "QUADRUPED_TERRAIN"]
+__all__ = ["QUADRUPED", "QUADRUPED_STYLE", "QUADRUPED_TERRAIN"]
 
 _SMALL = {"actor_hidden": (64, 64), "critic_hidden": (64, 64)}
 
@@ -41,3 +41,24 @@ QUADRUPED_TERRAIN: dict[str, Any] = QUADRUPED | {
     },
 }
 """Courses that get harder as they are mastered; actor and critic see the ground around the robot."""
+
+# What keeps the robot upright and walking counts in both channels, so that the two that are traded are tracking on the
+# one hand, energy and smoothness on the other.
+_BOTH = ("alive", "trot", "air_time", "stand", "stand_pose", "height", "pose")
+_STYLE = {"torque": -6e-4, "action_rate": -0.03, "joint_acceleration": -7.5e-7}
+QUADRUPED_STYLE: dict[str, Any] = QUADRUPED | {
+    "total_frames": 1_500_000,
+    "env": {
+        "num_envs": 64,
+        "kwargs": {
+            "groups": ["policy", "critic", "metrics", "reward_groups"],
+            # Rewards are not cut at zero in the channels: without more for being alive, falling early would pay.
+            "rewards": {"alive": 1.0, **_STYLE},
+            "term_groups": {**dict.fromkeys(_BOTH, "penalty"), **dict.fromkeys(_STYLE, "style")},
+        },
+    },
+    "algorithm": QUADRUPED["algorithm"]
+    | {"epochs": 5, "warmup_iters": 400, "vg_window": 128, "vg_star_window": 2000, "clip_value": True},
+    "evaluation": {"num_episodes": 64, "metric": "updates"},
+}
+"""Velocity commands on flat ground, for constrained PPO: tracking against energy and smoothness."""

@@ -1,6 +1,7 @@
 """Environments: a registry, Gymnasium vectors, adapters, transforms, and the built-in tasks."""
 
 from edenrl.envs.cart_pole import CartPoleSwingUp
+from edenrl.envs.conflict import ConflictPointMass
 from edenrl.envs.differentiable import DifferentiableEnv, RolloutPlan, ScheduledEnv
 from edenrl.envs.groups import SameStateGroups, assert_same_start, repeat_in_groups, set_group_size
 from edenrl.envs.gym import GymVectorEnv, make_gym_env
@@ -8,6 +9,7 @@ from edenrl.envs.learning_env import DifferentiableVecEnv, LearningEnvAdapter, L
 from edenrl.envs.point_mass import PointMass
 from edenrl.envs.quadruped import Quadruped, QuadrupedTerrain
 from edenrl.envs.registry import make_env, register_env, registered_envs
+from edenrl.envs.reward_groups import RewardGroups
 from edenrl.envs.self_resetting import SelfResettingEnv
 from edenrl.envs.tensor_state import TensorStateEnv
 from edenrl.envs.transforms import (
@@ -25,6 +27,7 @@ __all__ = [
     "ActionMode",
     "CartPoleSwingUp",
     "ClipAction",
+    "ConflictPointMass",
     "DifferentiableEnv",
     "DifferentiableVecEnv",
     "FillFinalObservation",
@@ -35,6 +38,7 @@ __all__ = [
     "PointMass",
     "Quadruped",
     "QuadrupedTerrain",
+    "RewardGroups",
     "RolloutPlan",
     "SameStateGroups",
     "ScheduledEnv",
@@ -55,6 +59,7 @@ __all__ = [
 ]
 
 register_env("PointMass", PointMass, override=True)
+register_env("ConflictPointMass", ConflictPointMass, override=True)
 register_env("CartPoleSwingUp", CartPoleSwingUp, override=True)
 register_env("Quadruped", Quadruped, override=True)
 register_env("QuadrupedTerrain", QuadrupedTerrain, override=True)

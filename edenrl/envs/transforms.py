@@ -13,6 +13,8 @@ from torch import Tensor
 from torchrl.data import Binary, Bounded, Composite, TensorSpec, Unbounded
 from torchrl.envs import EnvBase, RewardScaling, RewardSum, StepCounter, Transform, TransformedEnv
 
+from edenrl.envs.reward_groups import RewardGroups
+
 __all__ = [
     "ActionMode",
     "ClipAction",
@@ -236,14 +238,14 @@ def wrap_env(env: EnvBase, *, action_mode: ActionMode = "clip", reward_scale: fl
 
     Adds ``("next", "episode_reward")`` ``[N, 1]``, the return so far in the environment's own reward, and
     ``("next", "step_count")`` ``[N, 1]``. An environment without the class attribute ``returns_fresh_tensors = True``
-    has its output copied, see ``FreshTensors``.
+    has its output copied, see ``FreshTensors``. Reward groups are summed and scaled alike, see ``RewardGroups``.
 
     Args:
         env: The environment.
         action_mode: What happens to actions outside a bounded box. ``"clip"`` (default): ``ClipAction``.
             ``"squash"``: nothing here, the policy's distribution stays inside the box. ``"none"``: nothing, with a
             warning that names the box. Without a box all three are the same.
-        reward_scale: Factor on ``("next", "reward")``, applied after the return is counted. Default 1.0.
+        reward_scale: Factor on ``("next", "reward")`` and its groups, applied after returns are counted. Default 1.0.
 
     Raises:
         ValueError: unknown ``action_mode``, or ``reward_scale`` not finite or zero.
@@ -276,6 +278,8 @@ def wrap_env(env: EnvBase, *, action_mode: ActionMode = "clip", reward_scale: fl
     if not getattr(type(inner), "returns_fresh_tensors", False):
         transforms.insert(0, FreshTensors())
     transforms.append(RewardSum())
+    if "reward_groups" in env.observation_spec.keys():
+        transforms.append(RewardGroups(reward_scale))
     if reward_scale != 1.0:
         transforms.append(RewardScaling(loc=0.0, scale=reward_scale))
     transforms.append(StepCounter())

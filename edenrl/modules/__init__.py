@@ -11,6 +11,7 @@ from edenrl.modules.actor_critic import (
     update_normalization,
     value_critic,
 )
+from edenrl.modules.constraint import TaskConstraint
 from edenrl.modules.moments import merge_moments, several_processes
 from edenrl.modules.normalization import RunningNorm
 from edenrl.modules.simba import (
@@ -41,6 +42,7 @@ __all__ = [
     "RunningNorm",
     "SignedPermutation",
     "StateIndependentStd",
+    "TaskConstraint",
     "categorical_actor",
     "gaussian_actor",
     "make_actor",

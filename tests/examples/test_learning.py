@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from edenrl.training import read_metrics
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
@@ -47,3 +49,14 @@ def test_half_cheetah_runs(tmp_path, seed):
 def test_half_cheetah_runs_with_simba_and_muon(tmp_path):
     result = train_and_evaluate(tmp_path / "run", "--env.name", "HalfCheetah-v5", script="train_simba.py")
     assert result["return_mean"] >= 5500
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("alpha", [0.7, 0.9])
+def test_constrained_ppo_keeps_the_share_of_the_task_that_is_asked_for(tmp_path, alpha):
+    train_and_evaluate(tmp_path / "run", "--algorithm.alpha", str(alpha), script="train_cmdp.py")
+    table = read_metrics(tmp_path / "run" / "metrics.csv")
+    settled = [row["task_ratio"] for row in table[-60:]]
+    assert abs(sum(settled) / len(settled) - alpha) <= 0.05
+    # The task alone costs the goal's own speed in each of 20 steps, a style of -20 or less.
+    assert table[-1]["eval/style_return"] > -17

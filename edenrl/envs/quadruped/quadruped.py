@@ -139,6 +139,8 @@ class Quadruped(EnvBase):
         randomize: True: the ranges of ``RANDOMIZATION`` (no pushes); False: none; a mapping replaces the ranges it
             names.
         rewards: Weights that replace those of ``REWARD_WEIGHTS``, by the name of the term.
+        term_groups: Groups (``task``, ``style`` or ``penalty``) that replace those of ``REWARD_WEIGHTS``, by the name
+            of the term, for instance ``{"torque": "style"}``. The reward is the same whatever they are.
         history_length: Frames of ``history``. Default 6.
         prop_history_length: Frames of ``prop_history``. Default 10.
         num_threads: Threads of the simulation. Default: one per CPU this process may use. The results do not depend
@@ -146,7 +148,8 @@ class Quadruped(EnvBase):
 
     Raises:
         ImportError: MuJoCo is missing or older than 4.0.
-        ValueError: an unknown group, command, range or reward; a number out of range; an action that is not finite.
+        ValueError: an unknown group, command, range or reward, or an unknown group for a reward; a number out of range;
+            an action that is not finite.
 
     Source: model and rewards are ours, after Rudin et al. 2021, arXiv:2109.11978; groups after Kumar et al. 2021 (RMA)
     and Cheng et al. 2023, "Extreme Parkour with Legged Robots".
@@ -177,6 +180,7 @@ class Quadruped(EnvBase):
         episode_seconds: float = 10.0,
         randomize: bool | Mapping[str, Sequence[float]] = True,
         rewards: Mapping[str, float] | None = None,
+        term_groups: Mapping[str, str] | None = None,
         history_length: int = 6,
         prop_history_length: int = 10,
         num_threads: int | None = None,
@@ -206,7 +210,7 @@ class Quadruped(EnvBase):
         else:
             fixed = {name: (value, value) for name, value in _NOMINAL.items()}
             self._random = dict(RANDOMIZATION) if randomize else fixed
-        self._reward_weights = _reward_matrix(rewards)
+        self._reward_weights = _reward_matrix(rewards, term_groups)
         self._mujoco = load_mujoco()
         self._field = self._make_field()
         self.model = build_model(self._field)
@@ -760,19 +764,18 @@ def _ranges(
     return ranges
 
 
-def _reward_matrix(given: Mapping[str, float] | None) -> np.ndarray:
+def _reward_matrix(weights: Mapping[str, float] | None, groups: Mapping[str, str] | None) -> np.ndarray:
     """Weights ``[terms, groups]``, in the order of ``REWARD_WEIGHTS``."""
-    columns = [
-        (column, name, weight) for column, group in enumerate(REWARD_WEIGHTS.values()) for name, weight in group.items()
-    ]
-    unknown = [name for name in given or {} if name not in {name for _, name, _ in columns}]
-    if unknown:
-        raise ValueError(
-            f"rewards names {unknown}, which do not exist; choose from {[name for _, name, _ in columns]}."
-        )
-    matrix = np.zeros((len(columns), len(REWARD_WEIGHTS)))
-    for row, (column, name, weight) in enumerate(columns):
-        matrix[row, column] = (given or {}).get(name, weight)
+    terms = {name: (group, weight) for group, part in REWARD_WEIGHTS.items() for name, weight in part.items()}
+    for argument, given in (("rewards", weights), ("term_groups", groups)):
+        if unknown := [name for name in given or {} if name not in terms]:
+            raise ValueError(f"{argument} names {unknown}, which do not exist; choose from {list(terms)}.")
+    columns = list(REWARD_WEIGHTS)
+    if wrong := {name: group for name, group in (groups or {}).items() if group not in columns}:
+        raise ValueError(f"term_groups gives {wrong}, which are no groups; choose from {columns}.")
+    matrix = np.zeros((len(terms), len(columns)))
+    for row, (name, (group, weight)) in enumerate(terms.items()):
+        matrix[row, columns.index((groups or {}).get(name, group))] = (weights or {}).get(name, weight)
     return matrix
 
 

@@ -1,0 +1,155 @@
+"""The script of constrained PPO: resumption, its constraint, evaluation, export and refusals."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torchrl.checkpoint import Checkpoint, CheckpointRotation
+
+from edenrl.config import CMDPConfig, load_config, parse_cli
+from edenrl.modules import TaskConstraint
+from edenrl.training import build_env, load_policy_weights, read_metrics, run_script
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TINY = [
+    "--env.num_envs=8",
+    "--env.kwargs.max_steps=12",
+    "--algorithm.steps_per_env=8",
+    "--algorithm.actor_hidden=8",
+    "--algorithm.critic_hidden=8",
+    "--algorithm.epochs=2",
+    "--algorithm.num_minibatches=2",
+    "--algorithm.warmup_iters=4",
+    "--algorithm.vg_window=20",
+    "--evaluation.num_episodes=4",
+    "--checkpoint.interval_iterations=1000",
+    "--num_threads=1",
+]
+PLAIN = [flag for flag in TINY if not flag.startswith("--env.kwargs")]
+FRAMES = 64
+
+
+def load_script(name):
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+train_cmdp = load_script("train_cmdp")
+
+
+def train(run_dir, iterations, *flags, resume=False):
+    place = "--resume" if resume else "--run_dir"
+    train_cmdp.main([f"{place}={run_dir}", f"--total_frames={iterations * FRAMES}", *([] if resume else TINY), *flags])
+
+
+def rows(run_dir):
+    table = read_metrics(Path(run_dir) / "metrics.csv")
+    return [{k: v for k, v in row.items() if k != "seconds" and not k.startswith("eval/")} for row in table]
+
+
+def final_state(run_dir):
+    """Weights and constraint of the newest checkpoint."""
+    cfg = load_config(train_cmdp.Train, Path(run_dir) / "config.json")
+    policy = train_cmdp.make_policy(cfg, build_env(cfg, num_envs=1))
+    load_policy_weights(policy, run_dir, "latest")
+    constraint = TaskConstraint(**cfg.algorithm.constraint_options())
+    path = CheckpointRotation(Path(run_dir) / "checkpoints", keep_last=1).latest()
+    Checkpoint(constraint=constraint).load(path)
+    return {**policy.state_dict(), **{f"constraint.{k}": v for k, v in constraint.state_dict().items()}}
+
+
+# Checkpoints during warm-up, and after it in the middle of an episode (12 steps, 8 an iteration) and of the window.
+@pytest.mark.parametrize("cut", [3, 11])
+def test_resumed_run_is_the_uninterrupted_run(tmp_path, cut):
+    train(tmp_path / "whole", 18)
+    train(tmp_path / "parts", cut)
+    train(tmp_path / "parts", 18, resume=True)
+    assert len(rows(tmp_path / "whole")) == 18 and rows(tmp_path / "whole") == rows(tmp_path / "parts")
+    whole, parts = final_state(tmp_path / "whole"), final_state(tmp_path / "parts")
+    assert int(whole["constraint.updates"]) == 18 and int(whole["constraint.episodes"]) == 12 * 8
+    for name, value in whole.items():
+        assert torch.equal(value, parts[name]), name
+
+
+def test_the_columns_tell_the_constraint(tmp_path):
+    train(tmp_path / "run", 9, "--algorithm.alpha=0.5", "--algorithm.lambda_lr=0.3", "--env.reward_scale=0.1")
+    table = rows(tmp_path / "run")
+    assert [row["task_weight"] for row in table[:4]] == [1.0] * 4 and table[4]["task_weight"] == 0.5
+    # A row holds what its update used; episodes end in the second, third, fifth, sixth and eighth iteration.
+    ended = [row["episode/count"] for row in table]
+    assert ended == [0.0, 8.0, 8.0, 0.0, 8.0, 8.0, 0.0, 8.0, 8.0]
+    assert table[2]["task_return"] == pytest.approx(table[1]["episode/task_return"], rel=1e-5)
+    for before, row in zip(table[5:], table[6:], strict=False):
+        weight = 1 / (1 + pow(2.718281828, -row["lambda"]))
+        assert row["task_weight"] == pytest.approx(weight, abs=1e-5)
+        # The dual step after an update shows in the next row, with the ratio that it was taken at.
+        step = 0.3 * (0.5 - row["task_ratio"])
+        assert row["lambda"] - before["lambda"] == pytest.approx(step, abs=1e-5)
+    groups = sum(table[2][f"episode/{name}_return"] for name in ("task", "style", "penalty"))
+    assert groups == pytest.approx(table[2]["episode/return"], rel=1e-4)
+
+
+def test_other_scripts_read_the_run_and_its_newest_policy_is_the_one(tmp_path, capsys, monkeypatch):
+    train(tmp_path / "run", 6, "--quiet", "--export", "--evaluation.interval_iterations=2")
+    assert (tmp_path / "run" / "policy" / "policy_spec.json").exists()
+    monkeypatch.setitem(sys.modules, "train_cmdp", train_cmdp)
+    load_script("evaluate").main([str(tmp_path / "run"), "--json"])
+    result = json.loads(capsys.readouterr().out)
+    assert result["checkpoint"].endswith("6") and result["episodes"] == 4
+    assert {"task_return", "style_return", "penalty_return"} <= result.keys()
+    load_script("export_policy").main([str(tmp_path / "run"), "--formats", "jit"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["--algorithm.alpha=1.2"], "algorithm.alpha = '1.2'"),
+        (["--algorithm.warmup_iters=-1"], "algorithm.warmup_iters = '-1'"),
+        (["--algorithm.vg_window=0"], "algorithm.vg_window = '0'"),
+        (["--algorithm.normalize_advantage=minibatch"], "algorithm.normalize_advantage = 'minibatch'"),
+        (["--algorithm.alhpa=0.9"], "--algorithm.alpha"),
+        (["--env.name=PointMass"], "exactly ['task', 'style', 'penalty']"),
+        (["--env.name=Quadruped", '--env.kwargs={"groups": ["policy"]}'], "among --env.kwargs.groups"),
+    ],
+)
+def test_mistakes_name_the_fix(tmp_path, capsys, monkeypatch, flags, expected):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        run_script(lambda: train_cmdp.main([*(PLAIN if "Quadruped" in flags[0] else TINY), *flags]))
+    assert expected in capsys.readouterr().err
+    assert not list(tmp_path.rglob("checkpoints"))
+
+
+def test_the_constraint_of_a_run_cannot_change(tmp_path, capsys):
+    train(tmp_path / "run", 2)
+    with pytest.raises(SystemExit):
+        run_script(lambda: train(tmp_path / "run", 4, "--algorithm.alpha=0.5", resume=True))
+    assert "cannot change algorithm.alpha (was 0.9, now 0.5)" in capsys.readouterr().err
+
+
+def test_defaults_and_presets():
+    cfg = CMDPConfig()
+    assert (cfg.steps_per_env, cfg.epochs, cfg.num_minibatches, cfg.lr, cfg.entropy_coeff) == (16, 10, 16, 5e-4, 1e-3)
+    assert cfg.actor_hidden == cfg.critic_hidden == (256, 256, 128) and cfg.lr_schedule == "adaptive"
+    expected = dict(alpha=0.9, lambda_lr=0.05, lambda_init=0.0, warmup_iters=0, vg_window=100, vg_star_window=20)
+    assert cfg.constraint_options() == expected
+    for name in train_cmdp.PRESETS:
+        assert parse_cli(train_cmdp.Train, ["--env.name", name], presets=train_cmdp.PRESETS).algorithm.name == "cmdp"
+
+
+def test_quadruped_trains(tmp_path):
+    flags = [
+        "--env.name=Quadruped",
+        "--env.num_envs=4",
+        "--env.kwargs.num_threads=1",
+        "--env.kwargs.episode_seconds=0.2",
+    ]
+    train_cmdp.main([*PLAIN, *flags, f"--run_dir={tmp_path}/run", "--total_frames=128"])
+    last = rows(tmp_path / "run")[-1]
+    # Energy and smoothness cost, tracking does not.
+    assert last["episode/style_return"] < 0 < last["episode/task_return"]
