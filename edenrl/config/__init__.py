@@ -8,8 +8,9 @@ from edenrl.config.apg import APGConfig
 from edenrl.config.base import Config
 from edenrl.config.cli import load_config, parse_cli, read_config, save_config
 from edenrl.config.grpo import GRPOConfig
+from edenrl.config.him import HIMConfig
 from edenrl.config.ppo import PPOConfig
-from edenrl.config.presets import QUADRUPED, QUADRUPED_TERRAIN
+from edenrl.config.presets import QUADRUPED, QUADRUPED_HIM, QUADRUPED_TERRAIN
 from edenrl.config.resume import refuse_changes
 from edenrl.config.run import CheckpointConfig, EnvConfig, EvaluationConfig, LoggerConfig, RunConfig
 from edenrl.config.simba import SimbaPPOConfig
@@ -17,12 +18,14 @@ from edenrl.config.simba import SimbaPPOConfig
 __all__ = [
     "APGConfig",
     "QUADRUPED",
+    "QUADRUPED_HIM",
     "QUADRUPED_TERRAIN",
     "CheckpointConfig",
     "Config",
     "EnvConfig",
     "EvaluationConfig",
     "GRPOConfig",
+    "HIMConfig",
     "LoggerConfig",
     "PPOConfig",
     "RunConfig",

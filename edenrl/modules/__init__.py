@@ -11,6 +11,7 @@ from edenrl.modules.actor_critic import (
     update_normalization,
     value_critic,
 )
+from edenrl.modules.him import HIMActor, HIMEstimator, HIMLayout, him_actor, sinkhorn
 from edenrl.modules.moments import merge_moments, several_processes
 from edenrl.modules.normalization import RunningNorm
 from edenrl.modules.simba import (
@@ -33,6 +34,9 @@ __all__ = [
     "GroupEncoder",
     "GroupMLP",
     "GroupSimBa",
+    "HIMActor",
+    "HIMEstimator",
+    "HIMLayout",
     "HyperDense",
     "RunningNorm",
     "Scaler",
@@ -43,6 +47,7 @@ __all__ = [
     "StateIndependentStd",
     "categorical_actor",
     "gaussian_actor",
+    "him_actor",
     "make_actor",
     "merge_moments",
     "observation_groups",
@@ -51,6 +56,7 @@ __all__ = [
     "several_processes",
     "simba_actor",
     "simba_critic",
+    "sinkhorn",
     "update_normalization",
     "value_critic",
 ]
