@@ -37,14 +37,8 @@ def layout_of(cfg: Train, env):
 
 def make_policy(cfg: Train, env):
     """The actor for an environment; evaluation rebuilds it from a run's config.json with this."""
-    algo = cfg.algorithm
-    return him_actor(
-        layout_of(cfg, env),
-        env.action_spec_unbatched,
-        history=algo.actor_groups[0],
-        squash=cfg.env.action_mode == "squash",
-        **algo.network_options(),
-    )
+    squash = cfg.env.action_mode == "squash"
+    return him_actor(layout_of(cfg, env), env.action_spec_unbatched, squash=squash, **cfg.algorithm.network_options())
 
 
 def main(argv=None):

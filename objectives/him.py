@@ -24,17 +24,18 @@ class HIMEstimatorLoss(LossModule):
     r"""Trains a ``HIMEstimator``: its velocity on the true one, its latent to name the same prototype as what follows.
 
     ``loss_estimation`` is the mean squared error of the velocity that the history gives against the one in the *next*
-    critic observation. ``loss_swap`` is ``-0.5 mean(q_s log p_t + q_t log p_s)`` over batch and prototypes: ``q`` are the
-    assignments (``sinkhorn``, without gradient) and ``p`` the softmax predictions of history (s) and target (t). At
+    critic observation. ``loss_swap`` is ``-0.5 mean(q_s log p_t + q_t log p_s)`` over batch and prototypes: ``q`` are
+    the assignments (``sinkhorn``, without gradient) and ``p`` the softmax predictions of history (s) and target (t). At
     uniform scores it is ``log(K) / K`` for K prototypes. Prototypes are brought to unit norm in place first.
 
     The next critic observation of an episode that ended must be its true last one. Assignments are balanced over the
     samples of one call, whatever its batch shape; with several processes, each balances its own.
 
-    Outputs: ``loss_swap``, ``loss_estimation``; detached scalars: ``velocity_error`` (root mean squared, in the critic's
-    scale), ``velocity_error_relative`` (the same over the standard deviation of the true velocity; 1 is what a constant
-    achieves), ``prototype_entropy`` (nats, of how often each prototype is a history's best; 0: all choose the same one,
-    log K: all are used) and ``latent_variance`` (of the histories' latents, summed over their entries; 0: collapsed).
+    Outputs: ``loss_swap``, ``loss_estimation``; detached scalars: ``velocity_error`` (root mean squared, in the scale
+    of the critic), ``velocity_error_relative`` (the same over the standard deviation of the true velocity; 1 is what a
+    constant achieves), ``prototype_entropy`` (nats, of how often each prototype is a history's best; 0: all choose the
+    same one, log K: all are used) and ``latent_variance`` (of the histories' latents, summed over entries; 0:
+    collapsed).
 
     Args:
         estimator: the estimator, kept as it is (no functional copy).
@@ -160,8 +161,8 @@ class HIMEstimatorLoss(LossModule):
             value = tensordict.get(key, None)
             if value is None:
                 raise KeyError(
-                    f"The batch has no {key!r}. Keep it in the rollout (it must be there at the end of an episode, too), "
-                    "or name it with set_keys(history=..., critic=...)."
+                    f"The batch has no {key!r}. Keep it in the rollout, also at the end of episodes, or "
+                    "name it with set_keys(history=..., critic=...)."
                 )
             if value.shape != (*tensordict.batch_size, width):
                 raise ValueError(
@@ -196,17 +197,17 @@ class HIMLoss(PPOLoss):
     Args:
         actor_network: as for ``PPOLoss``; Gaussian when there are mirrors.
         critic_network: as for ``PPOLoss``.
-        mirrors: ``SignedPermutation`` by key for everything that actor and critic read, and one under the key of the
-            action; others are ignored. An environment publishes them as ``env.mirrors``. Default: no symmetry terms.
+        mirrors: ``SignedPermutation`` by key for everything that actor and critic read, and one under
+            ``"action"``; others are ignored. An environment publishes them as ``env.mirrors``. Default: no symmetry.
         symmetry_scale: weight of both terms. Default 1.0.
         kwargs: options of ``PPOLoss``.
 
     Raises:
         ValueError: a mirror is missing, the scale is negative, or the policy is not Gaussian.
 
-    Source: Long et al. 2024, "Hybrid Internal Model", arXiv:2312.11460; symmetry terms as in OpenHomie (arXiv:2502.13013),
-    which holds ``M mu(o)`` constant. On data that holds every sample with its mirror image the gradient is the same up to
-    a factor of 2.
+    Source: Long et al. 2024, "Hybrid Internal Model", arXiv:2312.11460; symmetry as in OpenHomie (arXiv:2502.13013),
+    which holds ``M mu(o)`` constant. On data that holds every sample with its mirror image the gradient is the same up
+    to a factor of 2.
 
     Examples:
         >>> from edenrl.modules import HIMLayout, him_actor, value_critic
@@ -245,16 +246,16 @@ class HIMLoss(PPOLoss):
         self._loc: Tensor | None = None
         if mirrors is not None:
             read = [*actor_network.in_keys, *(critic_network.in_keys if critic_network is not None else [])]
-            missing = [key for key in dict.fromkeys([*read, self.tensor_keys.action]) if key not in mirrors]
+            missing = [key for key in dict.fromkeys([*read, "action"]) if key not in mirrors]
             if missing:
                 raise ValueError(
-                    f"HIMLoss needs a mirror for {missing}; mirrors has {sorted(map(str, mirrors)) or 'none'}. Add it, or "
-                    "leave mirrors out."
+                    f"HIMLoss needs a mirror for {missing}; mirrors has {sorted(map(str, mirrors)) or 'none'}. Add it, "
+                    "or leave mirrors out."
                 )
             if not {self.tensor_keys.loc, self.tensor_keys.scale} <= set(actor_network.out_keys):
                 raise ValueError(
-                    f"The symmetry of actions is that of a Gaussian's mean; this actor writes {actor_network.out_keys}, "
-                    "not 'loc' and 'scale'. Leave mirrors out."
+                    f"The symmetry of actions is that of a Gaussian's mean; this actor writes "
+                    f"{actor_network.out_keys}, not 'loc' and 'scale'. Leave mirrors out."
                 )
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -312,7 +313,7 @@ class HIMLoss(PPOLoss):
         mirrored = self._gaussian_parameters(dist)
         if self._loc is None or mirrored is None:
             raise ValueError(f"The symmetry of actions needs a Gaussian policy, got {type(dist).__name__}.")
-        image = self.mirrors[self.tensor_keys.action].to(self._loc.device)(self._loc)
+        image = self.mirrors["action"].to(self._loc.device)(self._loc)
         squares = (mirrored[0] - image).square().sum(-1)
         out.set("loss_actor_symmetry", self._reduce_loss(self.symmetry_scale * squares, tensordict))
         with torch.no_grad():

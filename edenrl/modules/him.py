@@ -93,8 +93,8 @@ class HIMLayout:
         if frame < 1 or widths[history] % frame:
             raise ValueError(
                 f"{history!r} has {widths[history]} entries and {critic!r} {widths[critic]}: the history must hold "
-                f"whole frames of {widths[critic]} - {_VELOCITY} = {frame} entries, and {widths[history]} is no multiple of "
-                f"it. Publish the same frame in both, and in {critic!r} the linear velocity ({_VELOCITY}) beside it."
+                f"whole frames of {widths[critic]} - {_VELOCITY} = {frame} entries, no multiple of which is "
+                f"{widths[history]}. Publish the same frame in both, and in {critic!r} the linear velocity beside it."
             )
         declared = getattr(env, "history_layout", None)
         if declared is None and order is None:
@@ -116,6 +116,12 @@ class HIMLayout:
     def current(self, history: Tensor) -> Tensor:
         """The newest frame of a stack, ``(*batch, frame)``."""
         return history[..., -self.frame :] if self.order == "oldest_first" else history[..., : self.frame]
+
+    def oldest_first(self, history: Tensor) -> Tensor:
+        """The stack with its oldest frame first, ``(*batch, frames * frame)``."""
+        if self.order == "oldest_first":
+            return history
+        return history.unflatten(-1, (self.frames, self.frame)).flip(-2).flatten(-2)
 
     def velocity_of(self, critic: Tensor) -> Tensor:
         """The true velocity in a critic's observation, ``(*batch, 3)``, in the environment's scale."""
@@ -155,9 +161,9 @@ class HIMLayout:
             )
         if bool(errors[position] > _LARGEST_ERROR * spread + 1e-8):
             raise ValueError(
-                f"The current frame of the history is not the critic's: mean squared difference {errors[position]:.3g}, "
-                f"variance of the critic's frame {spread:.3g}. Put the same {self.frame} entries into both groups, in the "
-                f"same order, with the velocity at entry {self.frame if self.velocity is None else self.velocity}."
+                f"The current frame of the history is not the critic's: mean squared difference {errors[position]:.3g} "
+                f"at a variance of {spread:.3g}. Put the same {self.frame} entries into both, in the same order, "
+                f"with the velocity at entry {self.frame if self.velocity is None else self.velocity}."
             )
 
 
@@ -171,9 +177,8 @@ def _velocity_start(env: EnvBase, critic: str, width: int) -> int | None:
             break
         start += size
     names = [f"{name} {size}" for name, size in declared]
-    if sum(size for _, size in declared) != width or (
-        ("linear_velocity", _VELOCITY) not in tuple(map(tuple, declared))
-    ):
+    has_velocity = ("linear_velocity", _VELOCITY) in [tuple(entry) for entry in declared]
+    if not has_velocity or sum(size for _, size in declared) != width:
         raise ValueError(
             f"The environment's critic_layout is {', '.join(names)}; expected entries that add up to the {width} of "
             f"{critic!r}, among them linear_velocity {_VELOCITY}."
@@ -185,8 +190,8 @@ def _velocity_start(env: EnvBase, critic: str, width: int) -> int | None:
 def sinkhorn(scores: Tensor, eps: float = 0.05, iterations: int = 3) -> Tensor:
     """Soft assignments of samples to prototypes that use all prototypes about equally.
 
-    Starts from ``exp(scores / eps)`` and, ``iterations`` times, scales every prototype to the same weight over the batch
-    and then every sample to weight 1. Works on logarithms, so that no score overflows. Without gradient.
+    Starts from ``exp(scores / eps)`` and, ``iterations`` times, scales every prototype to the same weight over the
+    batch and then every sample to weight 1. Works on logarithms, so that no score overflows. Without gradient.
 
     Args:
         scores: similarity of each sample to each prototype, ``[batch, prototypes]``.
@@ -263,7 +268,8 @@ class HIMEstimator(nn.Module):
 
     def forward(self, history: Tensor) -> tuple[Tensor, Tensor]:
         """Velocity ``(*batch, 3)``, in the critic's scale, and latent ``(*batch, latent_dim)`` of a history."""
-        velocity, latent = self.encoder(history).split([_VELOCITY, self.latent_dim], -1)
+        # One order for every environment: what was learned does not depend on how the stack is laid out.
+        velocity, latent = self.encoder(self.layout.oldest_first(history)).split([_VELOCITY, self.latent_dim], -1)
         return velocity, F.normalize(latent, dim=-1)
 
     def target_input(self, critic: Tensor) -> Tensor:

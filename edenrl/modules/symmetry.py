@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
 
 import torch
 from tensordict import TensorDictBase
@@ -72,11 +73,11 @@ class SignedPermutation(nn.Module):
             )
         index = columns.abs().argmax(0).tolist()
         found = cls(index, columns[index, range(width)].tolist())
-        x = torch.linspace(1.0, 2.0, width)
+        x = -torch.linspace(1.0, 2.0, width)
         if not torch.equal(mirror(x), found(x)):
             raise ValueError(
-                f"The mirror is no reordering with signs: it maps {x.tolist()} to {mirror(x).tolist()}, and unit vectors "
-                f"as index={index}, sign={found.sign.tolist()}."
+                f"The mirror is no reordering with signs: it maps {x.tolist()} to {mirror(x).tolist()}, and unit "
+                f"vectors as index={index}, sign={found.sign.tolist()}."
             )
         return found
 
@@ -98,8 +99,8 @@ class MirrorAugmentation:
     ``loc`` and ``scale`` are the policy's own at the mirrored observation: their KL divergence from the policy that is
     optimized measures how far it has moved, and not how asymmetric it was.
 
-    Doubled before the advantages are estimated, a rollout ``[N, T]`` becomes ``[2N, T]`` and its mirror image gets values
-    and returns of its own; doubled afterwards, it shares those of the original.
+    Doubled before the advantages are estimated, a rollout ``[N, T]`` becomes ``[2N, T]`` and its mirror image gets
+    values and returns of its own; doubled afterwards, it shares those of the original.
 
     Args:
         mirrors: ``SignedPermutation`` per observation key, and one under ``action_key``; those of entries that a batch
@@ -136,7 +137,7 @@ class MirrorAugmentation:
         critic: TensorDictModuleBase | None = None,
         *,
         action_key: str = "action",
-        log_prob: Literal[original, mirrored] = "original",
+        log_prob: Literal["original", "mirrored"] = "original",
     ) -> None:
         if log_prob not in ("original", "mirrored"):
             raise ValueError(f"log_prob must be 'original' or 'mirrored', got {log_prob!r}.")
@@ -171,5 +172,5 @@ class MirrorAugmentation:
                 mirrored.set(key, parameters.get(key))
         if self.log_prob == "mirrored":
             distribution = self.policy.build_dist_from_params(parameters)
-            mirrored.set(self.policy.log_prob_key, distribution.log_prob(mirrored.get(self.action_key)))
+            mirrored.set(self.policy[-1].log_prob_key, distribution.log_prob(mirrored.get(self.action_key)))
         return torch.cat([batch, mirrored], 0)
