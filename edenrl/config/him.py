@@ -79,8 +79,8 @@ class HIMConfig(PPOSettings):
 
     def network_options(self) -> dict[str, Any]:
         """Options of ``edenrl.modules.him_actor``."""
-        names = ("encoder_hidden", "target_hidden", "latent_dim", "num_prototypes", "target_skip_dim")
-        names += ("activation", "init_std")
+        names = ["encoder_hidden", "target_hidden", "latent_dim", "num_prototypes", "target_skip_dim"]
+        names += ["activation", "init_std"]
         own = {"history": self.actor_groups[0], "hidden": self.actor_hidden}
         return own | {name: getattr(self, name) for name in names}
 

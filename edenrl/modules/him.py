@@ -96,8 +96,9 @@ class HIMLayout:
                 f"whole frames of {widths[critic]} - {_VELOCITY} = {frame} entries, no multiple of which is "
                 f"{widths[history]}. Publish the same frame in both, and in {critic!r} the linear velocity beside it."
             )
-        declared = getattr(env, "history_layout", None)
-        if declared is None and order is None:
+        declared: Literal["oldest_first", "newest_first"] | None = getattr(env, "history_layout", None)
+        found = order if declared is None else declared
+        if found is None:
             raise ValueError(
                 f"Nothing says in which order {history!r} is stacked: set history_layout to 'oldest_first' (as "
                 "CatFrames) or 'newest_first', or declare it as the environment's attribute history_layout."
@@ -106,7 +107,7 @@ class HIMLayout:
             raise ValueError(
                 f"history_layout={order!r} was given, but the environment declares {declared!r}: leave it out."
             )
-        return cls(frame, widths[history] // frame, declared or order, _velocity_start(env, critic, widths[critic]))
+        return cls(frame, widths[history] // frame, found, _velocity_start(env, critic, widths[critic]))
 
     @property
     def history_width(self) -> int:
