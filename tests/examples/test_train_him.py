@@ -192,3 +192,12 @@ def test_evaluation_and_export_find_the_script_of_the_run(tmp_path: Path, capsys
     with torch.no_grad():
         expected = policy.get_dist(TensorDict(history=history, batch_size=[5])).mean
     np.testing.assert_allclose(exported(history.numpy()), expected.numpy(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_on_the_robot_the_velocity_is_found_and_the_actor_becomes_symmetric(tmp_path: Path) -> None:
+    pytest.importorskip("mujoco")
+    train_him.main([f"--run_dir={tmp_path / 'run'}", "--total_frames=140000", "--quiet", "--num_threads=1"])
+    table = rows(tmp_path / "run")
+    assert np.mean([row["fresh/velocity_error_relative"] for row in table[-5:]]) < 0.6
+    assert np.mean([row["equivariance_error"] for row in table[-5:]]) < 0.1 * table[0]["equivariance_error"]
