@@ -17,6 +17,9 @@ PANELS = [
     ("entropy", [("entropy", "-")]),
     ("KL per update", [("kl", "-")]),
     ("learning rate", [("lr", "-")]),
+    ("tracking error, m/s", [("episode/velocity_error", "-"), ("eval/velocity_error", "o")]),
+    ("velocity estimate: error / deviation", [("fresh/velocity_error_relative", "-")]),
+    ("mirror asymmetry of the actor", [("equivariance_error", "-")]),
 ]
 
 

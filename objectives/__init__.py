@@ -4,6 +4,7 @@ from edenrl.objectives.apg import APGLoss
 from edenrl.objectives.cmdp import CMDPLoss, TwoChannelGAE, check_reward_groups
 from edenrl.objectives.gae import GAE
 from edenrl.objectives.grpo import GroupRelativeAdvantage, GRPOLoss
+from edenrl.objectives.him import HIMEstimatorLoss, HIMLoss
 from edenrl.objectives.ppo import PPOLoss, gaussian_kl
 from edenrl.objectives.registry import make_loss, register_loss, registered_losses
 
@@ -13,6 +14,8 @@ __all__ = [
     "GAE",
     "GRPOLoss",
     "GroupRelativeAdvantage",
+    "HIMEstimatorLoss",
+    "HIMLoss",
     "PPOLoss",
     "TwoChannelGAE",
     "check_reward_groups",
@@ -25,4 +28,6 @@ __all__ = [
 register_loss("APG", APGLoss, override=True)
 register_loss("CMDP", CMDPLoss, override=True)
 register_loss("GRPO", GRPOLoss, override=True)
+register_loss("HIM", HIMLoss, override=True)
+register_loss("HIMEstimator", HIMEstimatorLoss, override=True)
 register_loss("PPO", PPOLoss, override=True)

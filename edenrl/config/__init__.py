@@ -9,8 +9,9 @@ from edenrl.config.base import Config
 from edenrl.config.cli import load_config, parse_cli, read_config, save_config
 from edenrl.config.cmdp import CMDPConfig
 from edenrl.config.grpo import GRPOConfig
+from edenrl.config.him import HIMConfig
 from edenrl.config.ppo import PPOConfig
-from edenrl.config.presets import QUADRUPED, QUADRUPED_STYLE, QUADRUPED_TERRAIN
+from edenrl.config.presets import QUADRUPED, QUADRUPED_HIM, QUADRUPED_STYLE, QUADRUPED_TERRAIN
 from edenrl.config.resume import refuse_changes
 from edenrl.config.run import CheckpointConfig, EnvConfig, EvaluationConfig, LoggerConfig, RunConfig
 from edenrl.config.simba import SimbaPPOConfig
@@ -19,6 +20,7 @@ __all__ = [
     "APGConfig",
     "QUADRUPED",
     "QUADRUPED_STYLE",
+    "QUADRUPED_HIM",
     "QUADRUPED_TERRAIN",
     "CMDPConfig",
     "CheckpointConfig",
@@ -26,6 +28,7 @@ __all__ = [
     "EnvConfig",
     "EvaluationConfig",
     "GRPOConfig",
+    "HIMConfig",
     "LoggerConfig",
     "PPOConfig",
     "RunConfig",

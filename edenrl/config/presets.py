@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["QUADRUPED", "QUADRUPED_STYLE", "QUADRUPED_TERRAIN"]
+__all__ = ["QUADRUPED", "QUADRUPED_HIM", "QUADRUPED_STYLE", "QUADRUPED_TERRAIN"]
 
 _SMALL = {"actor_hidden": (64, 64), "critic_hidden": (64, 64)}
 
@@ -28,6 +28,19 @@ QUADRUPED: dict[str, Any] = {
     "evaluation": {"num_episodes": 64},
 }
 """Velocity commands on flat ground."""
+
+QUADRUPED_HIM: dict[str, Any] = QUADRUPED | {
+    "env": {"num_envs": 64, "kwargs": {"groups": ["history", "critic", "metrics"]}},
+    "algorithm": QUADRUPED["algorithm"]
+    | {
+        "actor_groups": ("history",),
+        "encoder_hidden": (128, 64),
+        "target_hidden": (64, 64),
+        "latent_dim": 16,
+        "num_prototypes": 32,
+    },
+}
+"""The same with an actor that estimates its velocity from a history."""
 
 QUADRUPED_TERRAIN: dict[str, Any] = QUADRUPED | {
     "total_frames": 5_000_000,

@@ -12,6 +12,7 @@ from edenrl.modules.actor_critic import (
     value_critic,
 )
 from edenrl.modules.constraint import TaskConstraint
+from edenrl.modules.him import HIMActor, HIMEstimator, HIMLayout, him_actor, sinkhorn
 from edenrl.modules.moments import merge_moments, several_processes
 from edenrl.modules.normalization import RunningNorm
 from edenrl.modules.simba import (
@@ -34,6 +35,9 @@ __all__ = [
     "GroupEncoder",
     "GroupMLP",
     "GroupSimBa",
+    "HIMActor",
+    "HIMEstimator",
+    "HIMLayout",
     "HyperDense",
     "RunningNorm",
     "Scaler",
@@ -45,6 +49,7 @@ __all__ = [
     "TaskConstraint",
     "categorical_actor",
     "gaussian_actor",
+    "him_actor",
     "make_actor",
     "merge_moments",
     "observation_groups",
@@ -53,6 +58,7 @@ __all__ = [
     "several_processes",
     "simba_actor",
     "simba_critic",
+    "sinkhorn",
     "update_normalization",
     "value_critic",
 ]

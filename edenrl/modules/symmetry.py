@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
 
 import torch
 from tensordict import TensorDictBase
@@ -50,6 +51,36 @@ class SignedPermutation(nn.Module):
         self.register_buffer("index", torch.tensor(index), persistent=False)
         self.register_buffer("sign", torch.tensor(signs), persistent=False)
 
+    @classmethod
+    def from_function(cls, mirror: Callable[[Tensor], Tensor], width: int) -> SignedPermutation:
+        """The signed permutation that a function of vectors applies.
+
+        Args:
+            mirror: maps ``(*batch, width)`` to the mirror image of the same shape.
+            width: of the vectors.
+
+        Raises:
+            ValueError: the function does something else, or is not its own inverse.
+
+        Examples:
+            >>> SignedPermutation.from_function(lambda x: torch.cat([x[..., 1:], x[..., :1]], -1), 2).index.tolist()
+            [1, 0]
+        """
+        columns = mirror(torch.eye(width))
+        if columns.shape != (width, width):
+            raise ValueError(
+                f"The mirror maps vectors of width {width} to {tuple(columns.shape[1:])}; expected the same width."
+            )
+        index = columns.abs().argmax(0).tolist()
+        found = cls(index, columns[index, range(width)].tolist())
+        x = -torch.linspace(1.0, 2.0, width)
+        if not torch.equal(mirror(x), found(x)):
+            raise ValueError(
+                f"The mirror is no reordering with signs: it maps {x.tolist()} to {mirror(x).tolist()}, and unit "
+                f"vectors as index={index}, sign={found.sign.tolist()}."
+            )
+        return found
+
     def forward(self, x: Tensor) -> Tensor:
         """Mirrors the last dimension of ``x``, ``(*batch, width)``."""
         if x.shape[-1] != len(self.index):
@@ -62,10 +93,14 @@ class MirrorAugmentation:
 
     A mirrored transition has the mirrored observations (also under ``"next"``) and the mirrored action; reward, flags,
     advantage, value and log-probability are those of the original. It is what the mirrored policy would have collected,
-    so that the probability ratio weighs each mirrored action by how likely the policy is to take it there. (Were the
-    log-probability computed anew, actions that the policy would hardly take had ratio 1 and destroyed the update.)
+    so that the probability ratio weighs each mirrored action by how likely the policy is to take it there. With
+    ``log_prob="mirrored"`` it is that of the policy at the mirrored observation instead: the ratio is 1 there, also for
+    actions that the policy would hardly take, which destroys the update of a policy that is far from symmetric.
     ``loc`` and ``scale`` are the policy's own at the mirrored observation: their KL divergence from the policy that is
     optimized measures how far it has moved, and not how asymmetric it was.
+
+    Doubled before the advantages are estimated, a rollout ``[N, T]`` becomes ``[2N, T]`` and its mirror image gets
+    values and returns of its own; doubled afterwards, it shares those of the original.
 
     Args:
         mirrors: ``SignedPermutation`` per observation key, and one under ``action_key``; those of entries that a batch
@@ -73,9 +108,10 @@ class MirrorAugmentation:
         policy: the actor at collection.
         critic: if given, what it reads must have mirrors, too.
         action_key: of the action. Default ``"action"``.
+        log_prob: "original" (default) or "mirrored".
 
     Raises:
-        ValueError: something that is read has no mirror.
+        ValueError: something that is read has no mirror, or another ``log_prob``.
 
     Source: Mittal et al. 2024, "Symmetry Considerations for Learning Task Symmetric Robot Policies", arXiv:2403.04359.
 
@@ -101,8 +137,11 @@ class MirrorAugmentation:
         critic: TensorDictModuleBase | None = None,
         *,
         action_key: str = "action",
+        log_prob: Literal["original", "mirrored"] = "original",
     ) -> None:
-        self.mirrors, self.policy, self.action_key = mirrors, policy, action_key
+        if log_prob not in ("original", "mirrored"):
+            raise ValueError(f"log_prob must be 'original' or 'mirrored', got {log_prob!r}.")
+        self.mirrors, self.policy, self.action_key, self.log_prob = mirrors, policy, action_key, log_prob
         if mirrors is not None:
             read = [*policy.in_keys, *(critic.in_keys if critic is not None else []), action_key]
             missing = [key for key in dict.fromkeys(read) if key not in mirrors]
@@ -131,4 +170,7 @@ class MirrorAugmentation:
         for key in set(parameters.keys(True, True)) - set(self.policy.in_keys):
             if batch.get(key, None) is not None:
                 mirrored.set(key, parameters.get(key))
+        if self.log_prob == "mirrored":
+            distribution = self.policy.build_dist_from_params(parameters)
+            mirrored.set(self.policy[-1].log_prob_key, distribution.log_prob(mirrored.get(self.action_key)))
         return torch.cat([batch, mirrored], 0)

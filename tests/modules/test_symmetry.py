@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from tensordict import TensorDict
@@ -97,3 +99,51 @@ def test_off_and_refusals(actor: ProbabilisticActor) -> None:
         MirrorAugmentation({}, actor)
     with pytest.raises(ValueError, match=r"mirror for \['critic'\]"):
         MirrorAugmentation(MIRRORS, actor, value_critic({"critic": 2}))
+
+
+def test_log_probabilities_may_be_the_mirror_images_own(actor: ProbabilisticActor) -> None:
+    torch.nn.init.ones_(actor.module[0].module.mlp[-1].weight[:1])
+    data = batch(actor, 2, 3)
+    doubled = MirrorAugmentation(MIRRORS, actor, log_prob="mirrored")(data)
+    mirrored = doubled[2:]
+    scale, difference = mirrored["scale"], mirrored["action"] - mirrored["loc"]
+    expected = (-0.5 * (difference / scale).square() - scale.log() - 0.5 * math.log(2 * math.pi)).sum(-1)
+    torch.testing.assert_close(mirrored["action_log_prob"], expected)
+    assert torch.equal(doubled[:2]["action_log_prob"], data["action_log_prob"])
+    assert not torch.allclose(mirrored["action_log_prob"], data["action_log_prob"], atol=1e-3)
+    with pytest.raises(ValueError, match="'original' or 'mirrored', got 'fresh'"):
+        MirrorAugmentation(MIRRORS, actor, log_prob="fresh")
+
+
+@pytest.mark.parametrize("log_prob", ["original", "mirrored"])
+def test_the_mirror_of_the_mirror_is_the_original(actor: ProbabilisticActor, log_prob: str) -> None:
+    data = batch(actor, 4)
+    augment = MirrorAugmentation(MIRRORS, actor, log_prob=log_prob)
+    twice = augment(augment(data)[4:])[4:]
+    for key in ("observation", "action", ("next", "observation"), "action_log_prob", "loc", "advantage"):
+        torch.testing.assert_close(twice[key], data[key])
+
+
+def test_a_function_of_vectors_becomes_a_mirror() -> None:
+    def mirror(x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([x[..., 1], x[..., 0], -x[..., 2]], -1)
+
+    found = SignedPermutation.from_function(mirror, 3)
+    assert found.index.tolist() == [1, 0, 2] and found.sign.tolist() == [1.0, 1.0, -1.0]
+    x = torch.randn(4, 5, 3)
+    assert torch.equal(found(x), mirror(x))
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda x: x.roll(1, -1), r"Mirroring twice does not give back components \[0, 1, 2\]"),
+        (lambda x: 2 * x, r"sign=\[2.0, 2.0, 2.0\]"),
+        (lambda x: x.abs(), r"it maps \[-1.0, -1.5, -2.0\]"),
+        (lambda x: x[..., :2], r"width 3 to \(2,\)"),
+        (lambda x: torch.stack([x[..., 0]] * 3, -1), r"index=\[0, 0, 0\]"),
+    ],
+)
+def test_a_function_that_is_no_mirror_is_refused(function: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SignedPermutation.from_function(function, 3)

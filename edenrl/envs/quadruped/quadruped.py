@@ -166,6 +166,7 @@ class Quadruped(EnvBase):
 
     returns_fresh_tensors = True
     history_layout = "oldest_first"
+    critic_layout = (("policy", POLICY_WIDTH), ("linear_velocity", 3))
     depth_interval = DEPTH_INTERVAL
 
     def __init__(

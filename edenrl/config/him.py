@@ -1,0 +1,89 @@
+"""Configuration of HIM."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field
+
+from edenrl.config.base import Count, Name, NonNegative, Positive, refuse
+from edenrl.config.ppo import PPOSettings
+
+
+def _raw(normalize: bool) -> bool:
+    if normalize:
+        raise refuse(
+            "expected false: the estimator learns the raw velocity and the raw next observation; scale observations in "
+            "the environment"
+        )
+    return normalize
+
+
+def _one(groups: tuple[str, ...]) -> tuple[str, ...]:
+    if len(groups) != 1:
+        raise refuse(f"expected one group, got {len(groups)}: actor and critic read one each")
+    return groups
+
+
+OneGroup = Annotated[tuple[Name, ...], AfterValidator(_one)]
+
+
+class HIMConfig(PPOSettings):
+    """PPO with a hybrid internal model: an estimator of the velocity and of what comes next, inside the actor.
+
+    Network sizes follow HIMLoco (Long et al. 2024, arXiv:2312.11460), the rest PPO.
+    """
+
+    name: Literal["him"] = "him"
+    """The algorithm; names the trainer script that rebuilds a run from its config.json."""
+    actor_groups: OneGroup = ("history",)
+    """The group of stacked frames that the actor reads."""
+    critic_groups: OneGroup = ("critic",)
+    """The group that the critic reads: one frame and the true linear velocity."""
+    history_layout: Literal["oldest_first", "newest_first"] | None = None
+    """Order of the stacked frames; None: as the environment declares it."""
+    normalize_observations: Annotated[bool, AfterValidator(_raw)] = False
+    """Always false: the estimator's targets are raw."""
+    actor_hidden: tuple[Count, ...] = (512, 256, 256)
+    """Widths of the actor's hidden layers, as 512,256,256."""
+    critic_hidden: tuple[Count, ...] = (256, 128, 64)
+    """Widths of the critic's hidden layers, as 256,128,64."""
+    activation: Literal["elu", "relu", "tanh", "silu"] = "elu"
+    """Activation between hidden layers."""
+    encoder_hidden: tuple[Count, ...] = (256, 256)
+    """Widths of the hidden layers that encode the history."""
+    target_hidden: tuple[Count, ...] = (256, 256)
+    """Widths of the hidden layers that encode the next critic observation."""
+    latent_dim: Count = 32
+    """Width of the latent."""
+    num_prototypes: Count = 64
+    """Prototypes that latents are assigned to."""
+    target_skip_dim: Annotated[int, Field(ge=0)] = 3
+    """Leading entries of the next frame, the command, that its encoder does not see."""
+    temperature: Positive = 3.0
+    """Temperature of the predicted assignments."""
+    sinkhorn_eps: Positive = 0.05
+    """How hard the assignments are; smaller is harder."""
+    sinkhorn_iterations: Count = 3
+    """Rounds that balance the assignments."""
+    estimator_max_grad_norm: Positive = 10.0
+    """Largest gradient norm of the estimator."""
+    symmetry: bool = False
+    """Double every rollout by its mirror image, and draw actor and critic towards symmetry."""
+    symmetry_scale: NonNegative = 1.0
+    """Weight of the two losses that draw actor and critic towards symmetry."""
+    mirrored_log_prob: Literal["original", "mirrored"] = "original"
+    """Whose log-probability a mirrored action has: the original's, or the policy's own at the mirrored observation."""
+    optimizer: Literal["adam", "adamw", "sgd", "rmsprop"] = "adam"
+    """Optimizer of actor and critic, and of the estimator."""
+
+    def network_options(self) -> dict[str, Any]:
+        """Options of ``edenrl.modules.him_actor``."""
+        names = ["encoder_hidden", "target_hidden", "latent_dim", "num_prototypes", "target_skip_dim"]
+        names += ["activation", "init_std"]
+        own = {"history": self.actor_groups[0], "hidden": self.actor_hidden}
+        return own | {name: getattr(self, name) for name in names}
+
+    def estimator_options(self) -> dict[str, float]:
+        """Options of ``edenrl.objectives.HIMEstimatorLoss``."""
+        return {name: getattr(self, name) for name in ("temperature", "sinkhorn_eps", "sinkhorn_iterations")}
