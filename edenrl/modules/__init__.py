@@ -11,6 +11,7 @@ from edenrl.modules.actor_critic import (
     update_normalization,
     value_critic,
 )
+from edenrl.modules.amp import AMPReward, Discriminator, FrameNorm, SaturationWatch
 from edenrl.modules.moments import merge_moments, several_processes
 from edenrl.modules.normalization import RunningNorm
 from edenrl.modules.simba import (
@@ -28,6 +29,9 @@ from edenrl.modules.simba import (
 from edenrl.modules.symmetry import MirrorAugmentation, SignedPermutation
 
 __all__ = [
+    "AMPReward",
+    "Discriminator",
+    "FrameNorm",
     "GaussianMLP",
     "GaussianSimBa",
     "GroupEncoder",
@@ -35,6 +39,7 @@ __all__ = [
     "GroupSimBa",
     "HyperDense",
     "RunningNorm",
+    "SaturationWatch",
     "Scaler",
     "SimBa",
     "MirrorAugmentation",

@@ -28,6 +28,7 @@ from edenrl.envs.quadruped.model import (
     FOOT_RADIUS,
     HIP_X,
     HIP_Y,
+    JOINT_NAMES,
     KP,
     KV,
     LINK,
@@ -156,6 +157,8 @@ class Quadruped(EnvBase):
     returns_fresh_tensors = True
     history_layout = "oldest_first"
     depth_interval = DEPTH_INTERVAL
+    control_dt = DT
+    amp_joint_names = JOINT_NAMES
 
     def __init__(
         self,
