@@ -17,6 +17,9 @@ PANELS = [
     ("entropy", [("entropy", "-")]),
     ("KL per update", [("kl", "-")]),
     ("learning rate", [("lr", "-")]),
+    ("style reward", [("style_reward", "-")]),
+    ("discriminator: expert, policy", [("d_expert", "-"), ("d_policy", "-")]),
+    ("distance to the clips", [("motion_distance", "-")]),
 ]
 
 

@@ -79,7 +79,7 @@ class Walker(EnvBase):
         pass
 
 
-# ---- windows -----------------------------------------------------------------------------------------------------------
+# ---- windows ---------------------------------------------------------------------------------------------------------
 
 
 def test_windows_are_the_published_ones(golden, tmp_path):
@@ -160,7 +160,7 @@ def test_distance_is_that_to_the_nearest_window(tmp_path):
     assert motion.distance(exact[None]).shape == (1, 3)
 
 
-# ---- files that are refused --------------------------------------------------------------------------------------------
+# ---- files that are refused ------------------------------------------------------------------------------------------
 
 
 def nan_at(length, frame, column):
@@ -253,7 +253,7 @@ def test_other_files_are_refused(tmp_path):
         MotionDataset(tmp_path / "damaged.npz")
 
 
-# ---- against an environment --------------------------------------------------------------------------------------------
+# ---- against an environment ------------------------------------------------------------------------------------------
 
 
 def test_columns_are_mapped_by_name(tmp_path):
@@ -261,7 +261,7 @@ def test_columns_are_mapped_by_name(tmp_path):
     env = Quadruped(1, groups=["policy", "amp"], num_threads=1)
     save_trot_clips(tmp_path / "trot.npz", speeds=(0.6,), standing=False)
     order = np.random.default_rng(0).permutation(12)
-    shuffled = bundle(tmp_path / "mixed.npz", trot_clip()[:, order], joint_names=np.array(JOINT_NAMES)[order])
+    bundle(tmp_path / "mixed.npz", trot_clip()[:, order], joint_names=np.array(JOINT_NAMES)[order])
     straight, mapped = (MotionDataset(tmp_path / f"{name}.npz").match(env) for name in ("trot", "mixed"))
     assert torch.equal(straight.sample(20), mapped.sample(20)) and mapped.joint_names == list(JOINT_NAMES)
     names = [*JOINT_NAMES[:-1], "tail"]
@@ -283,7 +283,9 @@ def test_names_on_one_side_alone_change_nothing(tmp_path):
 
 def test_another_width_is_refused(tmp_path):
     motion = MotionDataset(bundle(tmp_path / "a.npz", line(9, width=3)), 2)
-    with pytest.raises(ValueError, match="a.npz: motion_0 has frames of width 3.* 6 numbers; Walker publishes 'amp_window' w"):
+    with pytest.raises(
+        ValueError, match="a.npz: motion_0 has frames of width 3.* 6 numbers; Walker publishes 'amp_window' w"
+    ):
         motion.match(TransformedEnv(Walker(), StepCounter()))
 
 
@@ -299,7 +301,9 @@ def test_another_rate_is_refused_or_resampled(tmp_path, caplog):
     motion = MotionDataset(path, 2).match(Walker(), resample=True)
     torch.testing.assert_close(motion.sample(9)[..., 0].diff(dim=1), torch.full((9, 1), 0.5), rtol=0, atol=1e-5)
     short = MotionDataset(bundle(tmp_path / "b.npz", line(6), fps=200.0), 2)
-    with pytest.raises(ValueError, match="b.npz: motion_0 has 6 frames; windows of 2 frames, 0.02 s apart at 200 fps, need 13"):
+    with pytest.raises(
+        ValueError, match="b.npz: motion_0 has 6 frames; windows of 2 frames, 0.02 s apart at 200 fps, need 13"
+    ):
         short.match(Walker(), resample=True)
     assert not caplog.records
     env = Walker()
@@ -308,7 +312,7 @@ def test_another_rate_is_refused_or_resampled(tmp_path, caplog):
     assert "Walker does not say how long a control step is" in caplog.text
 
 
-# ---- the policy's windows ----------------------------------------------------------------------------------------------
+# ---- the policy's windows --------------------------------------------------------------------------------------------
 
 
 def collected(frames, **options):
@@ -355,8 +359,7 @@ def test_the_buffer_continues_and_leaves_the_global_generator_alone():
     before = torch.get_rng_state()
     one.add_rollout(rollout)
     one.sample()
-    state = {name: value for name, value in one.state_dict().items()}
-    other.load_state_dict(state)
+    other.load_state_dict(one.state_dict())
     assert len(other) == 600
     for _ in range(3):
         assert torch.equal(one.sample()["amp_window"], other.sample()["amp_window"])

@@ -65,7 +65,9 @@ def test_style_reward_is_the_published_one(golden, shape):
 
 def test_frame_statistics_are_the_published_ones(golden):
     norm = FrameNorm(4, clip=float(golden["norm_clip"]), eps=float(golden["norm_eps"]))
-    assert torch.equal(norm.mean.float(), golden["norm_init_mean"]) and torch.equal(norm.var.float(), golden["norm_init_var"])
+    assert torch.equal(norm.mean.float(), golden["norm_init_mean"]) and torch.equal(
+        norm.var.float(), golden["norm_init_var"]
+    )
     for i in range(3):
         norm.update(golden[f"norm_batch{i}"])
         torch.testing.assert_close(norm.mean.float(), golden["norm_mean"][i], **CLOSE)
@@ -209,4 +211,6 @@ def test_deepcopy_and_state_dict_keep_the_numbers():
     other = Discriminator(3, 4, (8,))
     other.load_state_dict(net.state_dict())
     twin = copy.deepcopy(net)
-    assert torch.equal(net.score(windows), twin.score(windows)) and torch.equal(net.score(windows), other.score(windows))
+    assert torch.equal(net.score(windows), twin.score(windows)) and torch.equal(
+        net.score(windows), other.score(windows)
+    )

@@ -101,7 +101,9 @@ def test_the_penalty_is_taken_at_normalized_windows():
     scaled.discriminator.norm.mean *= 100
     scaled.discriminator.norm.var *= 100**2
     scaled.discriminator.norm.eps *= 100
-    torch.testing.assert_close(scaled(data.apply(lambda w: w * 100))["loss_grad_penalty"], loss(data)["loss_grad_penalty"])
+    torch.testing.assert_close(
+        scaled(data.apply(lambda w: w * 100))["loss_grad_penalty"], loss(data)["loss_grad_penalty"]
+    )
 
 
 def test_one_power_iteration_a_call_and_statistics_stay():
