@@ -20,6 +20,9 @@ PANELS = [
     ("tracking error, m/s", [("episode/velocity_error", "-"), ("eval/velocity_error", "o")]),
     ("velocity estimate: error / deviation", [("fresh/velocity_error_relative", "-")]),
     ("mirror asymmetry of the actor", [("equivariance_error", "-")]),
+    ("style reward", [("style_reward", "-")]),
+    ("discriminator: expert, policy", [("d_expert", "-"), ("d_policy", "-")]),
+    ("distance to the clips", [("motion_distance", "-")]),
 ]
 
 

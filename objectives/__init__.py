@@ -1,5 +1,6 @@
 """Losses and advantage estimators, one file per algorithm."""
 
+from edenrl.objectives.amp import AMPLoss
 from edenrl.objectives.apg import APGLoss
 from edenrl.objectives.cmdp import CMDPLoss, TwoChannelGAE, check_reward_groups
 from edenrl.objectives.gae import GAE
@@ -9,6 +10,7 @@ from edenrl.objectives.ppo import PPOLoss, gaussian_kl
 from edenrl.objectives.registry import make_loss, register_loss, registered_losses
 
 __all__ = [
+    "AMPLoss",
     "APGLoss",
     "CMDPLoss",
     "GAE",
@@ -25,6 +27,7 @@ __all__ = [
     "registered_losses",
 ]
 
+register_loss("AMP", AMPLoss, override=True)
 register_loss("APG", APGLoss, override=True)
 register_loss("CMDP", CMDPLoss, override=True)
 register_loss("GRPO", GRPOLoss, override=True)

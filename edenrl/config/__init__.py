@@ -4,6 +4,7 @@ Every value is checked where it enters, and a mistake is answered with the dotte
 given and what to change. This package does not import torch.
 """
 
+from edenrl.config.amp import AMPConfig
 from edenrl.config.apg import APGConfig
 from edenrl.config.base import Config
 from edenrl.config.cli import load_config, parse_cli, read_config, save_config
@@ -11,12 +12,13 @@ from edenrl.config.cmdp import CMDPConfig
 from edenrl.config.grpo import GRPOConfig
 from edenrl.config.him import HIMConfig
 from edenrl.config.ppo import PPOConfig
-from edenrl.config.presets import QUADRUPED, QUADRUPED_HIM, QUADRUPED_STYLE, QUADRUPED_TERRAIN
+from edenrl.config.presets import QUADRUPED, QUADRUPED_HIM, QUADRUPED_STYLE, QUADRUPED_TERRAIN, with_groups
 from edenrl.config.resume import refuse_changes
 from edenrl.config.run import CheckpointConfig, EnvConfig, EvaluationConfig, LoggerConfig, RunConfig
 from edenrl.config.simba import SimbaPPOConfig
 
 __all__ = [
+    "AMPConfig",
     "APGConfig",
     "QUADRUPED",
     "QUADRUPED_STYLE",
@@ -38,4 +40,5 @@ __all__ = [
     "read_config",
     "refuse_changes",
     "save_config",
+    "with_groups",
 ]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["QUADRUPED", "QUADRUPED_HIM", "QUADRUPED_STYLE", "QUADRUPED_TERRAIN"]
+__all__ = ["QUADRUPED", "QUADRUPED_HIM", "QUADRUPED_STYLE", "QUADRUPED_TERRAIN", "with_groups"]
 
 _SMALL = {"actor_hidden": (64, 64), "critic_hidden": (64, 64)}
 
@@ -75,3 +76,14 @@ QUADRUPED_STYLE: dict[str, Any] = QUADRUPED | {
     "evaluation": {"num_episodes": 64, "metric": "updates"},
 }
 """Velocity commands on flat ground, for constrained PPO: tracking against energy and smoothness."""
+
+
+def with_groups(preset: Mapping[str, Any], *groups: str) -> dict[str, Any]:
+    """A preset whose environment publishes further groups.
+
+    Examples:
+        >>> with_groups(QUADRUPED, "amp")["env"]["kwargs"]["groups"]
+        ['policy', 'critic', 'metrics', 'amp']
+    """
+    kwargs = preset["env"]["kwargs"]
+    return {**preset, "env": {**preset["env"], "kwargs": {**kwargs, "groups": [*kwargs["groups"], *groups]}}}

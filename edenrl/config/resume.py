@@ -11,6 +11,7 @@ from edenrl.config.run import RunConfig
 _FREE = (
     "total_frames",
     "algorithm.updates",
+    "algorithm.motion",
     "resume",
     "run_dir",
     "export",

@@ -11,6 +11,7 @@ from edenrl.modules.actor_critic import (
     update_normalization,
     value_critic,
 )
+from edenrl.modules.amp import AMPReward, Discriminator, FrameNorm, SaturationWatch
 from edenrl.modules.constraint import TaskConstraint
 from edenrl.modules.him import HIMActor, HIMEstimator, HIMLayout, him_actor, sinkhorn
 from edenrl.modules.moments import merge_moments, several_processes
@@ -30,6 +31,9 @@ from edenrl.modules.simba import (
 from edenrl.modules.symmetry import MirrorAugmentation, SignedPermutation
 
 __all__ = [
+    "AMPReward",
+    "Discriminator",
+    "FrameNorm",
     "GaussianMLP",
     "GaussianSimBa",
     "GroupEncoder",
@@ -40,6 +44,7 @@ __all__ = [
     "HIMLayout",
     "HyperDense",
     "RunningNorm",
+    "SaturationWatch",
     "Scaler",
     "SimBa",
     "MirrorAugmentation",

@@ -1,7 +1,7 @@
 """What every training script shares: runs, checkpoints, logging, progress and evaluation."""
 
-from edenrl.training.checkpoint import Checkpoints, load_policy_weights
-from edenrl.training.environment import build_env, collector_options, evaluate_run, make_policy
+from edenrl.training.checkpoint import Checkpoints, load_policy_weights, load_weights
+from edenrl.training.environment import build_env, collector_options, evaluate_run, make_critic, make_policy
 from edenrl.training.evaluation import evaluate
 from edenrl.training.exporting import export_run
 from edenrl.training.loggers import MetricsTable, RunLogger, read_metrics
@@ -22,6 +22,8 @@ __all__ = [
     "export_run",
     "format_table",
     "load_policy_weights",
+    "load_weights",
+    "make_critic",
     "make_policy",
     "read_metrics",
     "rollout_metrics",

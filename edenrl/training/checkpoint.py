@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torchrl.checkpoint import Checkpoint, CheckpointError, CheckpointRotation, StateDictCheckpointAdapter
 
-__all__ = ["Checkpoints", "load_policy_weights"]
+__all__ = ["Checkpoints", "load_policy_weights", "load_weights"]
 
 
 class _Rotation(CheckpointRotation):
@@ -143,10 +143,24 @@ class Checkpoints:
 
 
 def load_policy_weights(policy: nn.Module, run_dir: str | Path, which: str = "best") -> Path:
-    """Loads only the policy of a run, statistics included; the rest of the checkpoint is not needed.
+    """Loads only the policy of a run, statistics included; see ``load_weights``.
 
     Args:
         policy: a policy built from the run's ``config.json``.
+        run_dir: the run directory.
+        which: as for ``load_weights``.
+
+    Returns:
+        The path of the checkpoint that was read.
+    """
+    return load_weights({"policy": policy}, run_dir, which)
+
+
+def load_weights(networks: Mapping[str, nn.Module], run_dir: str | Path, which: str = "best") -> Path:
+    """Loads some of a run's networks, statistics included; the rest of the checkpoint is not needed.
+
+    Args:
+        networks: the networks by the names of the run's components, such as "policy" and "critic".
         run_dir: the run directory.
         which: "best" (by the run's ``evaluation.metric``; the newest if none was evaluated), "latest", a checkpoint's
             path, or its name in the run's ``checkpoints/``.
@@ -176,7 +190,8 @@ def load_policy_weights(policy: nn.Module, run_dir: str | Path, which: str = "be
     if path is None:
         raise FileNotFoundError(f"{run_dir} has no checkpoint yet: the run was stopped before its first one.")
     saved = Checkpoint.manifest(path)["metadata"]["layout"]
-    if difference := _first_difference(saved, _layout({"policy": policy})):
-        raise CheckpointError(f"{path} does not fit this policy: {difference}. Nothing was loaded.")
-    Checkpoint(policy=policy).load(path, map_location=next(policy.parameters()).device)
+    if difference := _first_difference(saved, _layout(networks)):
+        raise CheckpointError(f"{path} does not fit this {' and '.join(networks)}: {difference}. Nothing was loaded.")
+    device = next(next(iter(networks.values())).parameters()).device
+    Checkpoint(**networks).load(path, map_location=device)
     return path

@@ -6,16 +6,16 @@ from functools import partial
 from typing import Any
 
 import torch
-from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModuleBase
+from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModule, TensorDictModuleBase
 from torchrl.envs import EnvBase
 
 from edenrl import distributed
 from edenrl.config import EnvConfig, RunConfig
 from edenrl.envs import make_env, wrap_env
-from edenrl.modules import make_actor, observation_groups
+from edenrl.modules import make_actor, observation_groups, value_critic
 from edenrl.training.evaluation import evaluate
 
-__all__ = ["build_env", "collector_options", "evaluate_run", "make_policy"]
+__all__ = ["build_env", "collector_options", "evaluate_run", "make_critic", "make_policy"]
 
 
 def build_env(
@@ -62,6 +62,29 @@ def make_policy(cfg: Any, env: EnvBase) -> ProbabilisticTensorDictSequential:
         normalize=algo.normalize_observations,
         init_std=algo.init_std,
         squash=cfg.env.action_mode == "squash",
+    )
+
+
+def make_critic(cfg: Any, env: EnvBase) -> TensorDictModule:
+    """The value network that ``cfg.algorithm`` describes, beside ``make_policy``.
+
+    Args:
+        cfg: a configuration whose ``algorithm`` has the critic's groups, widths, activation and normalization.
+        env: the environment whose observations it is for.
+
+    Examples:
+        >>> from types import SimpleNamespace
+        >>> from edenrl.config import PPOConfig
+        >>> cfg = SimpleNamespace(algorithm=PPOConfig(critic_hidden=(8,)))
+        >>> make_critic(cfg, make_env("PointMass", 2)).out_keys
+        ['state_value']
+    """
+    algo = cfg.algorithm
+    return value_critic(
+        observation_groups(env.observation_spec, algo.critic_groups),
+        hidden=algo.critic_hidden,
+        activation=algo.activation,
+        normalize=algo.normalize_observations,
     )
 
 

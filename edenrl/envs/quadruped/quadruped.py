@@ -28,6 +28,7 @@ from edenrl.envs.quadruped.model import (
     FOOT_RADIUS,
     HIP_X,
     HIP_Y,
+    JOINT_NAMES,
     KP,
     KV,
     LINK,
@@ -168,6 +169,8 @@ class Quadruped(EnvBase):
     history_layout = "oldest_first"
     critic_layout = (("policy", POLICY_WIDTH), ("linear_velocity", 3))
     depth_interval = DEPTH_INTERVAL
+    control_dt = DT
+    amp_joint_names = JOINT_NAMES
 
     def __init__(
         self,

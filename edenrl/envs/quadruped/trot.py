@@ -68,18 +68,23 @@ def trot_clip(
 
 
 def save_trot_clips(
-    path: str | Path, speeds: Sequence[float] = (0.4, 0.6, 0.8, 1.0), seconds: float = 4.0, fps: float = 50.0
+    path: str | Path,
+    speeds: Sequence[float] = (0.4, 0.6, 0.8, 1.0),
+    seconds: float = 4.0,
+    fps: float = 50.0,
+    standing: bool = True,
 ) -> None:
     """Write trots of several speeds, and standing, as a motion bundle.
 
     The ``.npz`` holds ``motion_0``, ``motion_1``, ... ``[T, 12]``, ``fps``, ``num_motions``, ``joint_names`` and
-    ``speeds``; ``motion_0`` stands still.
+    ``speeds``; ``motion_0`` stands still, unless ``standing`` is False.
 
     Args:
         path: file to write; its name ends in ``.npz``.
         speeds: in m/s; each becomes a clip, at 2 strides per second or as many as its speed needs.
         seconds: length of each clip.
         fps: frames per second.
+        standing: begin with a clip of the robot standing still. Default True.
 
     Raises:
         ValueError: a file name that does not end in ``.npz``.
@@ -96,8 +101,9 @@ def save_trot_clips(
     """
     if Path(path).suffix != ".npz":
         raise ValueError(f"{path} was given; expected a file name that ends in .npz.")
-    clips = [np.tile(DEFAULT_POSE, (round(seconds * fps), 1))]
+    clips = [np.tile(DEFAULT_POSE, (round(seconds * fps), 1))] if standing else []
     clips += [trot_clip(seconds, speed=speed, frequency=max(2.0, 2.5 * speed), fps=fps) for speed in speeds]
     entries: dict[str, Any] = {f"motion_{index}": clip.astype(np.float32) for index, clip in enumerate(clips)}
     entries |= {"fps": np.float32(fps), "num_motions": np.int64(len(clips)), "joint_names": np.array(JOINT_NAMES)}
-    np.savez(path, **entries, speeds=np.array([0.0, *speeds], dtype=np.float32))
+    stood = [0.0] if standing else []
+    np.savez(path, **entries, speeds=np.array([*stood, *speeds], dtype=np.float32))

@@ -1,0 +1,59 @@
+"""Configuration of PPO with an adversarial motion prior."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from edenrl.config.base import Count, Name, NonNegative, refuse
+from edenrl.config.ppo import PPOConfig
+from edenrl.config.run import Folder
+
+
+def _not_plain(name: Any) -> Any:
+    if name == "PPO":
+        raise refuse(
+            "a plain PPO run holds no discriminator and cannot go on as one with a motion prior; start a new run from "
+            "its policy and critic with --algorithm.warm_start RUN_DIR"
+        )
+    return name
+
+
+NamedGroups = Annotated[tuple[Name, ...], Field(min_length=1)]
+
+
+class AMPConfig(PPOConfig):
+    """PPO with an adversarial motion prior, Peng et al. 2021, arXiv:2104.02180."""
+
+    name: Annotated[Literal["AMP"], BeforeValidator(_not_plain)] = "AMP"  # type: ignore[assignment]
+    """The algorithm; names the trainer script that rebuilds a run from its config.json."""
+    # Named, not "every group": the windows are the discriminator's, and no policy should need them on a robot.
+    actor_groups: NamedGroups = ("observation",)
+    """Observation groups the actor reads, in this order."""
+    critic_groups: NamedGroups = ("observation",)
+    """Observation groups the critic reads, in this order."""
+    motion: Name | None = None
+    """Motion file (.npz); None: a trot, on the quadruped only."""
+    resample: bool = False
+    """Interpolate clips whose fps is not the control rate; false: refuse them."""
+    num_frames: Annotated[Count, Field(ge=2)] = 5
+    """Frames of a window."""
+    style_coeff: NonNegative = 5.0
+    """Largest style reward."""
+    style_scale: NonNegative = 0.02
+    """Factor on the style reward where it is added to the reward; 0 trains the discriminator alone."""
+    grad_penalty_coeff: NonNegative = 5.0
+    """Weight of the discriminator's gradient penalty at expert windows."""
+    discriminator_hidden: Annotated[tuple[Count, ...], Field(min_length=1)] = (256, 256)
+    """Widths of the discriminator's hidden layers, as 256,256."""
+    trunk_weight_decay: NonNegative = 1e-3
+    """Weight decay of the discriminator's hidden layers."""
+    head_weight_decay: NonNegative = 1e-1
+    """Weight decay of the discriminator's output."""
+    discriminator_interval: Count = 1
+    """PPO mini-batch steps per step of the discriminator; more slow it down when it tells everything apart."""
+    window_buffer_size: Count = 100_000
+    """Windows of the policy that are kept for the discriminator."""
+    warm_start: Folder | None = None
+    """Run directory, such as one of plain PPO, whose policy and critic a new run starts from."""

@@ -1,0 +1,46 @@
+"""Style reward of a whole rollout, next to step by step: pytest -m benchmark -s tests/benchmarks."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from edenrl.modules import AMPReward, Discriminator
+
+pytestmark = pytest.mark.benchmark
+
+NUM_ENVS, STEPS, REPEATS = 1024, 24, 7
+
+
+@pytest.mark.parametrize("hidden", [(64, 64), (256, 256)])
+def test_a_rollout_in_one_pass(hidden: tuple[int, ...]) -> None:
+    reward = AMPReward(Discriminator(12, 5, hidden))
+    step = {"amp_window": torch.randn(NUM_ENVS, STEPS, 60), "amp_gate": torch.ones(NUM_ENVS, STEPS, 1)}
+    step["reward"] = torch.zeros(NUM_ENVS, STEPS, 1)
+    data = TensorDict(next=step, batch_size=[NUM_ENVS, STEPS])
+    rows = [row.clone() for row in data.reshape(-1, 1)]
+    cases = {
+        "whole rollout": lambda: reward(data),
+        "step by step": lambda: [reward(part) for part in data.unbind(1)],
+        "row by row": lambda: [reward(part) for part in rows[: 20 * STEPS]],
+    }
+    scored = {"whole rollout": NUM_ENVS * STEPS, "step by step": NUM_ENVS * STEPS, "row by row": 20 * STEPS}
+    times: dict[str, list[float]] = {name: [] for name in cases}
+    for repeat in range(REPEATS + 1):
+        for name, run in cases.items():
+            begin = time.perf_counter()
+            run()
+            if repeat:  # the first round warms up
+                times[name].append((time.perf_counter() - begin) / scored[name])
+    load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
+    print(f"\nhidden {hidden}, {NUM_ENVS} x {STEPS} (load {load}, {torch.get_num_threads()} threads)")
+    first = statistics.median(times["whole rollout"])
+    for name, values in times.items():
+        each = statistics.median(values)
+        print(f"  {name:16s} {1e6 * each:8.3f} us a window  {each / first:7.1f} times the whole rollout")
+    assert first > 0

@@ -1,0 +1,45 @@
+"""The configuration of AMP: defaults, and settings that cannot work."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from edenrl.config import QUADRUPED, AMPConfig, PPOConfig, with_groups
+
+
+def test_defaults_are_those_of_the_specification() -> None:
+    defaults = AMPConfig().model_dump()
+    expected = dict(
+        name="AMP", num_frames=5, style_coeff=5.0, style_scale=0.02, grad_penalty_coeff=5.0, trunk_weight_decay=1e-3,
+        head_weight_decay=1e-1, discriminator_hidden=(256, 256), window_buffer_size=100_000, discriminator_interval=1,
+    )  # fmt: skip
+    assert {name: defaults[name] for name in expected} == expected
+    ppo = PPOConfig().model_dump()
+    shared = ppo.keys() - {"name", "actor_groups", "critic_groups"}
+    assert {name: defaults[name] for name in shared} == {name: ppo[name] for name in shared}
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (dict(name="PPO"), "--algorithm.warm_start RUN_DIR"),
+        (dict(name="GRPO"), "name"),
+        (dict(actor_groups=None), "actor_groups"),
+        (dict(num_frames=1), "num_frames"),
+        (dict(discriminator_hidden=()), "discriminator_hidden"),
+        (dict(style_scale=-0.1), "style_scale"),
+        (dict(discriminator_interval=0), "discriminator_interval"),
+    ],
+)
+def test_what_cannot_work_is_refused(values: dict[str, object], expected: str) -> None:
+    with pytest.raises(ValidationError) as error:
+        AMPConfig.model_validate(values)
+    assert expected in str(error.value)
+
+
+def test_a_preset_with_more_groups_leaves_the_preset_alone() -> None:
+    before = list(QUADRUPED["env"]["kwargs"]["groups"])
+    preset = with_groups(QUADRUPED, "amp")
+    assert preset["env"]["kwargs"]["groups"] == [*before, "amp"] and preset["env"]["num_envs"] == 64
+    assert QUADRUPED["env"]["kwargs"]["groups"] == before
