@@ -11,6 +11,18 @@ from edenrl.modules.actor_critic import (
     update_normalization,
     value_critic,
 )
+from edenrl.modules.flashsac import (
+    FlashActor,
+    FlashCritic,
+    UnitBatchNorm,
+    UnitLinear,
+    UnitRMSNorm,
+    average_batch_statistics,
+    flash_actor,
+    flash_critic,
+    project_unit_norms_,
+    unit_norm_hook,
+)
 from edenrl.modules.moments import merge_moments, several_processes
 from edenrl.modules.normalization import RunningNorm
 from edenrl.modules.simba import (
@@ -28,6 +40,8 @@ from edenrl.modules.simba import (
 from edenrl.modules.symmetry import MirrorAugmentation, SignedPermutation
 
 __all__ = [
+    "FlashActor",
+    "FlashCritic",
     "GaussianMLP",
     "GaussianSimBa",
     "GroupEncoder",
@@ -41,16 +55,24 @@ __all__ = [
     "RunningNorm",
     "SignedPermutation",
     "StateIndependentStd",
+    "UnitBatchNorm",
+    "UnitLinear",
+    "UnitRMSNorm",
+    "average_batch_statistics",
     "categorical_actor",
+    "flash_actor",
+    "flash_critic",
     "gaussian_actor",
     "make_actor",
     "merge_moments",
     "observation_groups",
     "post_step_hook",
     "project_",
+    "project_unit_norms_",
     "several_processes",
     "simba_actor",
     "simba_critic",
+    "unit_norm_hook",
     "update_normalization",
     "value_critic",
 ]
