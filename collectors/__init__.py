@@ -1,7 +1,19 @@
 """Collection of experience."""
 
 from edenrl.collectors.differentiable import AdjointClip, DifferentiableCollector
+from edenrl.collectors.exploration import RepeatedNoise, exploring_policy
 from edenrl.collectors.make import make_collector
+from edenrl.collectors.replay import NStepReplayBuffer
+from edenrl.collectors.reward_normalizer import RewardNormalizer
 from edenrl.collectors.rollout import Collector
 
-__all__ = ["AdjointClip", "Collector", "DifferentiableCollector", "make_collector"]
+__all__ = [
+    "AdjointClip",
+    "Collector",
+    "DifferentiableCollector",
+    "NStepReplayBuffer",
+    "RepeatedNoise",
+    "RewardNormalizer",
+    "exploring_policy",
+    "make_collector",
+]

@@ -7,6 +7,7 @@ given and what to change. This package does not import torch.
 from edenrl.config.apg import APGConfig
 from edenrl.config.base import Config
 from edenrl.config.cli import load_config, parse_cli, read_config, save_config
+from edenrl.config.flashsac import FLASHSAC_PROFILES, FlashSACConfig, FlashSACRunConfig
 from edenrl.config.grpo import GRPOConfig
 from edenrl.config.ppo import PPOConfig
 from edenrl.config.presets import QUADRUPED, QUADRUPED_TERRAIN
@@ -16,12 +17,15 @@ from edenrl.config.simba import SimbaPPOConfig
 
 __all__ = [
     "APGConfig",
+    "FLASHSAC_PROFILES",
     "QUADRUPED",
     "QUADRUPED_TERRAIN",
     "CheckpointConfig",
     "Config",
     "EnvConfig",
     "EvaluationConfig",
+    "FlashSACConfig",
+    "FlashSACRunConfig",
     "GRPOConfig",
     "LoggerConfig",
     "PPOConfig",

@@ -206,7 +206,6 @@ class FlashActor(nn.Module):
         hidden_dim: width of the trunk.
         num_blocks: residual blocks.
         expansion: inner width of a block over ``hidden_dim``.
-        compile: run the trunk through ``torch.compile``.
 
     Source: FlashSAC, arXiv:2604.04539.
 
@@ -224,15 +223,12 @@ class FlashActor(nn.Module):
         hidden_dim: int = 128,
         num_blocks: int = 2,
         expansion: int = 4,
-        compile: bool = False,
     ) -> None:
         super().__init__()
         self.trunk = _Trunk(sum(groups.values()), hidden_dim, num_blocks, None, expansion)
         self.mean, self.std = UnitLinear(hidden_dim, out_features), UnitLinear(hidden_dim, out_features)
         self.mean_bias = nn.Parameter(torch.zeros(out_features))
         self.std_bias = nn.Parameter(torch.zeros(out_features))
-        if compile:
-            self.trunk.compile()
 
     def forward(self, *groups: Tensor, batch_stats: bool = False) -> tuple[Tensor, Tensor]:
         """Maps groups of shape ``(*batch, width)`` to mean and standard deviation ``(*batch, out_features)``.
@@ -243,9 +239,7 @@ class FlashActor(nn.Module):
         """
         x = torch.cat(groups, -1) if len(groups) > 1 else groups[0]
         rows = x.reshape(-1, x.shape[-1])
-        # The TorchScript tracer, which the older ONNX exporter uses, refuses compiled functions.
-        trunk = self.trunk.forward if torch.jit.is_tracing() else self.trunk
-        hidden = trunk(rows, batch_stats)
+        hidden = self.trunk(rows, batch_stats)
         # In the parameters' precision also under autocast: what follows is distribution maths.
         loc, raw = (out.to(self.mean_bias.dtype) for out in (self.mean(hidden), self.std(hidden)))
         log_std = _LOG_STD_MIN + 0.5 * (_LOG_STD_MAX - _LOG_STD_MIN) * (1 + torch.tanh(raw + self.std_bias))
@@ -268,7 +262,6 @@ class FlashCritic(nn.Module):
         min_value: lowest bin.
         max_value: highest bin.
         expansion: inner width of a block over ``hidden_dim``.
-        compile: run the trunks through ``torch.compile``.
 
     Source: FlashSAC, arXiv:2604.04539.
 
@@ -291,7 +284,6 @@ class FlashCritic(nn.Module):
         min_value: float = -5.0,
         max_value: float = 5.0,
         expansion: int = 4,
-        compile: bool = False,
     ) -> None:
         super().__init__()
         if num_members < 1 or num_bins < 2 or not -math.inf < min_value < max_value < math.inf:
@@ -304,8 +296,6 @@ class FlashCritic(nn.Module):
         self.head = UnitLinear(hidden_dim, num_bins, num_members)
         self.head_bias = nn.Parameter(torch.zeros(num_members, num_bins))
         self.register_buffer("atoms", torch.linspace(min_value, max_value, num_bins))
-        if compile:
-            self.trunk.compile()
 
     def forward(self, *inputs: Tensor, batch_stats: bool = False) -> tuple[Tensor, Tensor]:
         """Maps observation groups and action ``(*batch, width)`` to values ``(*batch, members)`` and log-probabilities.
@@ -354,7 +344,9 @@ def unit_norm_hook(optimizer: torch.optim.Optimizer, *modules: nn.Module) -> Rem
         >>> net = FlashCritic(3, hidden_dim=4)
         >>> handle = unit_norm_hook(torch.optim.SGD(net.parameters(), lr=0.1), net)
     """
-    layers = [part for m in modules for part in m.modules() if isinstance(part, UnitLinear | UnitBatchNorm | UnitRMSNorm)]
+    layers = [
+        part for m in modules for part in m.modules() if isinstance(part, UnitLinear | UnitBatchNorm | UnitRMSNorm)
+    ]
 
     def project(*_: Any) -> None:
         for layer in layers:
@@ -404,7 +396,7 @@ def flash_actor(groups: Mapping[str, int], action_spec: TensorSpec, **network: A
     Args:
         groups: observation groups and widths, concatenated in this order.
         action_spec: the environment's unbatched action spec; its bounds must be finite and may be asymmetric.
-        network: options of ``FlashActor``: hidden_dim, num_blocks, expansion, compile.
+        network: options of ``FlashActor``: hidden_dim, num_blocks, expansion.
 
     Raises:
         ValueError: for an action spec that is not a floating-point vector with finite bounds.
@@ -427,7 +419,7 @@ def flash_critic(groups: Mapping[str, int], num_actions: int, **network: Any) ->
         groups: observation groups and widths, read in this order, before ``action``.
         num_actions: width of the action, which is expected in [-1, 1].
         network: options of ``FlashCritic``: hidden_dim, num_blocks, num_members, num_bins, min_value, max_value,
-            expansion, compile.
+            expansion.
 
     Examples:
         >>> from tensordict import TensorDict

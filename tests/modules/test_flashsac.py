@@ -26,7 +26,9 @@ from edenrl.modules import (
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from flashsac_golden import ACTOR_HEAD, CRITIC_HEAD, LAYER, assert_after, build  # noqa: E402
 
-GOLDEN = {k: torch.from_numpy(v) for k, v in np.load(Path(__file__).parents[1] / "golden/flashsac_networks.npz").items()}
+GOLDEN = {
+    k: torch.from_numpy(v) for k, v in np.load(Path(__file__).parents[1] / "golden/flashsac_networks.npz").items()
+}
 OUTPUT = dict(rtol=1e-4, atol=1e-5)
 
 

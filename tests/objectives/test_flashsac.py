@@ -37,9 +37,7 @@ def loss():
     critic = flash_critic({"observation": 5}, 3, hidden_dim=8, num_bins=11)
     actor.module[0].module.load_state_dict(net.state_dict())
     critic.module.load_state_dict(critic_net.state_dict())
-    loss = FlashSACLoss(
-        actor, critic, gamma=config("gamma"), tau=config("tau"), target_sigma=config("target_sigma")
-    )
+    loss = FlashSACLoss(actor, critic, gamma=config("gamma"), tau=config("tau"), target_sigma=config("target_sigma"))
     load(loss.target_critic.module, GOLDEN, "target.", CRITIC_HEAD)
     loss.log_alpha.data.copy_(GOLDEN["log_temp"])
     return loss
