@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase, unravel_key
 from torch import Tensor
+from torchrl._utils import logger as torchrl_logger
 from torchrl.data import LazyMemmapStorage, LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.data.replay_buffers.writers import RoundRobinWriter
 from torchrl.envs import Transform
@@ -135,11 +137,11 @@ class NStepReplayBuffer(TensorDictReplayBuffer):
         capacity = -(self._storage.max_size // -stored.shape[1])
         if capacity <= self.n_steps or len(stored) > capacity:
             raise ValueError(
-                f"max_size={self._storage.max_size} leaves {capacity} steps for each of {stored.shape[1]} environments, "
-                f"which must be more than n_steps={self.n_steps} and hold a batch of {len(stored)}. Raise max_size."
+                f"max_size={self._storage.max_size} leaves {capacity} steps for each of {stored.shape[1]} environments; "
+                f"it must be more than n_steps={self.n_steps} and hold a batch of {len(stored)}. Raise max_size."
             )
         if not self._storage.initialized:
-            self._require_memory(stored)
+            self._allocate(stored)
         ended = (stored[_TERMINATED] | stored[_TRUNCATED]).squeeze(-1)
         finals = {key: self._reduced(after.get(key).transpose(0, 1)[ended], key) for key in self.observations}
         steps, rows = ended.nonzero().unbind(-1)
@@ -149,6 +151,9 @@ class NStepReplayBuffer(TensorDictReplayBuffer):
         self._ends.forget_before(max(self._written - capacity, 0) * ended.shape[1])
         self._last = after[:, -1].clone()
         return index
+
+    def _set_index_in_td(self, tensordict: TensorDictBase, index: Tensor) -> None:
+        """What is handed on is our own: nobody reads an index from it."""
 
     def add(self, data: TensorDictBase) -> int:
         """Not supported: a single step has no row to belong to."""
@@ -197,22 +202,28 @@ class NStepReplayBuffer(TensorDictReplayBuffer):
         out = value.to(self.observation_dtype)
         if self.observation_dtype == torch.float16 and bool((out.isinf() & value.isfinite()).any()):
             raise ValueError(
-                f"{key!r} holds {float(value.abs().max()):.3g}, which float16 cannot (65504 is its largest number). Use "
+                f"{key!r} holds {float(value.abs().max()):.3g}, which float16 cannot (65504 is its largest). Use "
                 "observation_dtype=torch.bfloat16, or scale the observation."
             )
         return out
 
-    def _require_memory(self, stored: TensorDictBase) -> None:
+    def _allocate(self, stored: TensorDictBase) -> None:
         per_step = stored[0].bytes() / stored.shape[1]
         rows = -(self._storage.max_size // -stored.shape[1])
         needed, free = int(per_step * rows * stored.shape[1]), _free_bytes(self.device, self.memmap)
         if free is not None and needed > free:
             place = "disk space" if self.memmap is not None else f"memory on {self.device}"
             raise MemoryError(
-                f"A replay buffer of {self._storage.max_size:,} steps needs {needed:,} bytes ({per_step:.0f} per step), "
-                f"free are {free:,} bytes of {place}. The largest that fits holds {int(free / per_step):,} steps; or "
+                f"A replay buffer of {self._storage.max_size:,} steps needs {needed:,} bytes ({per_step:.0f} per "
+                f"step), free are {free:,} bytes of {place}. The largest that fits holds {int(free / per_step):,} steps; or "
                 "store observations in half the bytes with observation_dtype=torch.bfloat16, or on disk with memmap."
             )
+        level = torchrl_logger.level
+        torchrl_logger.setLevel(logging.WARNING)  # it would announce the shape on stderr
+        try:
+            self._storage._init(stored[0])
+        finally:
+            torchrl_logger.setLevel(level)
 
     @property
     def samplable(self) -> int:
@@ -308,8 +319,7 @@ class NStepReplayBuffer(TensorDictReplayBuffer):
         for key, value in data.items():
             stored.set(key, value)
         if not self._storage.initialized:
-            self._require_memory(stored)
-            self._storage._init(stored[0])
+            self._allocate(stored)
         capacity = self._storage._max_size_along_dim0()
         if rows > capacity or rows < min(state_dict["written"], capacity):
             raise ValueError(
