@@ -52,9 +52,9 @@ class NStepReplayBuffer(TensorDictReplayBuffer):
         kwargs: further options of TorchRL's class, such as ``prefetch`` or ``generator``.
 
     Raises:
-        ValueError: for a setting out of range, data that is not ``[N, T]`` or has another N, or observations that
-            ``observation_dtype`` cannot hold.
-        MemoryError: if the data does not fit into the free memory (or disk), with the number of bytes.
+        ValueError: for a setting out of range, data that is not ``[N, T]`` or has another N, observations that
+            ``observation_dtype`` cannot hold, or a buffer that the free memory (or disk) cannot, with the number of
+            bytes, before it is allocated.
         RuntimeError: for sampling before a window is complete.
 
     Examples:
@@ -137,8 +137,9 @@ class NStepReplayBuffer(TensorDictReplayBuffer):
         capacity = -(self._storage.max_size // -stored.shape[1])
         if capacity <= self.n_steps or len(stored) > capacity:
             raise ValueError(
-                f"max_size={self._storage.max_size} leaves {capacity} steps for each of {stored.shape[1]} environments; "
-                f"it must be more than n_steps={self.n_steps} and hold a batch of {len(stored)}. Raise max_size."
+                f"max_size={self._storage.max_size} leaves {capacity} steps for each of {stored.shape[1]} "
+                f"environments; it must be more than n_steps={self.n_steps} and hold a batch of {len(stored)}. Raise "
+                "max_size."
             )
         if not self._storage.initialized:
             self._allocate(stored)
@@ -213,9 +214,9 @@ class NStepReplayBuffer(TensorDictReplayBuffer):
         needed, free = int(per_step * rows * stored.shape[1]), _free_bytes(self.device, self.memmap)
         if free is not None and needed > free:
             place = "disk space" if self.memmap is not None else f"memory on {self.device}"
-            raise MemoryError(
+            raise ValueError(
                 f"A replay buffer of {self._storage.max_size:,} steps needs {needed:,} bytes ({per_step:.0f} per "
-                f"step), free are {free:,} bytes of {place}. The largest that fits holds {int(free / per_step):,} steps; or "
+                f"step), free are {free:,} bytes of {place}. The largest that fits holds {int(free / per_step):,}; or "
                 "store observations in half the bytes with observation_dtype=torch.bfloat16, or on disk with memmap."
             )
         level = torchrl_logger.level

@@ -100,9 +100,9 @@ class FlashSACLoss(LossModule):
     ``update_target`` averages the target's parameters after each critic step; its statistics move by its own passes.
     In ``eval()`` mode everything is normalized by running statistics and nothing moves them.
 
-    Outputs: ``loss_actor``, ``loss_bc`` (with ``bc_coeff``), ``loss_temperature``, ``loss_critic``, meant to be summed;
-    detached scalars ``entropy`` (nats), ``alpha``, ``q_value`` (mean of the fresh actions' Q) and ``target_value`` (mean
-    of the targets).
+    Outputs: ``loss_actor``, ``loss_bc`` (with ``bc_coeff``), ``loss_temperature``, ``loss_critic``, meant to be
+    summed; detached scalars ``entropy`` (nats), ``alpha``, ``q_value`` (mean Q of the fresh actions) and
+    ``target_value`` (mean of the targets).
 
     Args:
         actor_network: from ``edenrl.modules.flash_actor``.
@@ -257,6 +257,11 @@ class FlashSACLoss(LossModule):
         target, online = (list(net.parameters()) for net in (self.target_critic, self.critic_network))
         torch._foreach_lerp_(target, online, self.tau)
 
+    def compile_networks(self) -> None:
+        """Runs the trunks of actor, critic and target through ``torch.compile``, in place."""
+        for network in (self._actor, self._critic, self._target):
+            network.trunk.compile()
+
     @dispatch
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Computes all losses and metrics of a batch of any shape from the same parameters."""
@@ -265,7 +270,7 @@ class FlashSACLoss(LossModule):
         return actor.update(temperature).update(self.critic_loss(tensordict))
 
     def actor_loss(self, tensordict: TensorDictBase) -> TensorDict:
-        """``loss_actor`` and ``loss_bc``; the sampled actions' ``log_prob`` ``[*batch]`` is for ``temperature_loss``."""
+        """``loss_actor`` and ``loss_bc``; the entry ``log_prob`` ``[*batch]`` is for ``temperature_loss``."""
         size, batch = tensordict.numel(), tensordict.batch_size
         both = self._both_ends(tensordict, self.actor_network.in_keys)
         loc, scale = self._actor(*both, batch_stats=self.training)

@@ -110,6 +110,23 @@ class FlashSACConfig(Config):
         warm = {"initial_fraction": self.initial_lr_fraction} if self.lr_schedule == "warmup_cosine" else {}
         return {**warm, "final_fraction": self.final_lr_fraction} if ends else {}
 
+    def network_options(self, part: Literal["actor", "critic"]) -> dict[str, Any]:
+        """Options of ``edenrl.modules.flash_actor`` or ``flash_critic``."""
+        if part == "actor":
+            return {"hidden_dim": self.actor_dim, "num_blocks": self.actor_blocks}
+        ends = {"min_value": -self.max_value, "max_value": self.max_value, "num_bins": self.num_bins}
+        return {"hidden_dim": self.critic_dim, "num_blocks": self.critic_blocks, **ends}
+
+    def loss_options(self) -> dict[str, Any]:
+        """Options of ``edenrl.objectives.FlashSACLoss``."""
+        names = ("gamma", "tau", "alpha_init", "target_entropy", "target_sigma", "bc_coeff")
+        return {name: getattr(self, name) for name in names}
+
+    def replay_options(self) -> dict[str, Any]:
+        """Options of ``edenrl.collectors.NStepReplayBuffer``."""
+        data = {"max_size": self.buffer_size, "memmap": self.buffer_dir, "save_data": self.save_buffer}
+        return {**data, "n_steps": self.n_steps, "gamma": self.gamma, "batch_size": self.batch_size}
+
     def warmup_frames(self, total_frames: int) -> int:
         """Transitions before the first update: ``min_buffer``, or a tenth of a run that is too short for it."""
         tenth = max(total_frames // 10, 1)

@@ -1,4 +1,4 @@
-"""FlashSAC networks: unit-norm linear maps, batch norms whose scale and shift stay on a sphere, a distributional critic."""
+"""FlashSAC networks: unit-norm linear maps, batch norms on a sphere, a distributional critic of several members."""
 
 from __future__ import annotations
 
@@ -388,7 +388,7 @@ def average_batch_statistics(*modules: nn.Module) -> None:
 
 
 def flash_actor(groups: Mapping[str, int], action_spec: TensorSpec, **network: Any) -> ProbabilisticActor:
-    """FlashSAC's actor: a Gaussian squashed by tanh into the box of ``action_spec``, whose mean and noise see the state.
+    """FlashSAC's actor: a Gaussian squashed by tanh into the box of ``action_spec``; its noise depends on the state.
 
     Writes ``loc``, ``scale``, ``action`` and ``action_log_prob``; the action is in the environment's units, so the
     actor drives an environment as it is (``action_mode="squash"``).

@@ -1,4 +1,4 @@
-"""The n-step replay against lists, against the published buffer, and at every edge: ends, wrap-around, breaks, files."""
+"""The n-step replay against lists, against the published buffer, and at every edge: ends, wrap-around, files."""
 
 import copy
 from pathlib import Path
@@ -276,7 +276,7 @@ def test_memmap_holds_the_same(tmp_path):
 def test_too_large_is_refused_with_bytes(monkeypatch):
     monkeypatch.setattr(replay, "_free_bytes", lambda *_: 1_000_000)
     # 2 observations, action and reward of 4 bytes, two flags.
-    with pytest.raises(MemoryError, match=r"needs 1,800,000,000 bytes \(18 per step\), free are 1,000,000 .* 55,555"):
+    with pytest.raises(ValueError, match=r"needs 1,800,000,000 bytes \(18 per step\), free are 1,000,000 .* 55,555"):
         NStepReplayBuffer(100_000_000, n_steps=3).extend(stream(2, 2))
 
 
