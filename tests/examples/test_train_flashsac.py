@@ -109,7 +109,9 @@ def test_length_is_given_once(tmp_path, capsys, monkeypatch):
 
 
 def test_iterations_count_as_given(tmp_path):
-    train_flashsac.main([*TINY, "--quiet", f"--run_dir={tmp_path / 'run'}", "--total_frames=None", "--max_iterations=3"])
+    train_flashsac.main(
+        [*TINY, "--quiet", f"--run_dir={tmp_path / 'run'}", "--total_frames=None", "--max_iterations=3"]
+    )
     assert [row["frames"] for row in rows(tmp_path / "run")] == [20, 40, 60]
 
 
