@@ -1,6 +1,7 @@
 """The n-step replay against lists, against the published buffer, and at every edge: ends, wrap-around, files."""
 
 import copy
+import re
 from pathlib import Path
 
 import numpy as np
@@ -335,3 +336,11 @@ def test_module_reads_a_sample():
     buffer.extend(stream(2, 10))
     module = TensorDictModule(nn.Linear(2, 1), in_keys=["observation"], out_keys=["value"])
     assert module(buffer.sample())["value"].shape == (5, 1)
+
+
+def test_the_page_shows_a_replay_that_works():
+    page = Path(__file__).parents[2] / "docs/pages/algorithms/flashsac.md"
+    samples = re.findall(r"^```python\n(.*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    assert len(samples) == 2 and "DQNLoss" in samples[0]
+    for sample in samples:
+        exec(compile(sample, str(page), "exec"), {"__name__": "page"})
