@@ -1,8 +1,11 @@
 """Collection of experience."""
 
 from edenrl.collectors.differentiable import AdjointClip, DifferentiableCollector
+from edenrl.collectors.exploration import RepeatedNoise, exploring_policy
 from edenrl.collectors.make import make_collector
 from edenrl.collectors.motion import MotionDataset, WindowBuffer
+from edenrl.collectors.replay import NStepReplayBuffer
+from edenrl.collectors.reward_normalizer import RewardNormalizer
 from edenrl.collectors.rollout import Collector
 
 __all__ = [
@@ -11,5 +14,9 @@ __all__ = [
     "DifferentiableCollector",
     "MotionDataset",
     "WindowBuffer",
+    "NStepReplayBuffer",
+    "RepeatedNoise",
+    "RewardNormalizer",
+    "exploring_policy",
     "make_collector",
 ]

@@ -9,6 +9,7 @@ from edenrl.config.apg import APGConfig
 from edenrl.config.base import Config
 from edenrl.config.cli import load_config, parse_cli, read_config, save_config
 from edenrl.config.cmdp import CMDPConfig
+from edenrl.config.flashsac import FLASHSAC_PROFILES, FlashSACConfig, FlashSACRunConfig
 from edenrl.config.grpo import GRPOConfig
 from edenrl.config.him import HIMConfig
 from edenrl.config.ppo import PPOConfig
@@ -20,6 +21,7 @@ from edenrl.config.simba import SimbaPPOConfig
 __all__ = [
     "AMPConfig",
     "APGConfig",
+    "FLASHSAC_PROFILES",
     "QUADRUPED",
     "QUADRUPED_STYLE",
     "QUADRUPED_HIM",
@@ -29,6 +31,8 @@ __all__ = [
     "Config",
     "EnvConfig",
     "EvaluationConfig",
+    "FlashSACConfig",
+    "FlashSACRunConfig",
     "GRPOConfig",
     "HIMConfig",
     "LoggerConfig",

@@ -189,6 +189,7 @@ def parse_cli(
     argv: Sequence[str] | None = None,
     *,
     presets: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+    profiles: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
     prog: str | None = None,
 ) -> ConfigT:
     """Build a `cls` from the command line.
@@ -208,6 +209,7 @@ def parse_cli(
         cls: the configuration class.
         argv: arguments without the program's name; default ``sys.argv[1:]``.
         presets: nested field values by environment name, matched without regard to case or a leading ``gym:``.
+        profiles: nested field values by the value of the field ``profile``, below those of the preset.
         prog: program name in messages; default that of ``sys.argv[0]``.
 
     Raises:
@@ -231,7 +233,7 @@ def parse_cli(
         tokens, whole, entries = _split_argv(cls, sys.argv[1:] if argv is None else argv)
         shown = cls
         if {"--help", "-h"} & {*tokens}:
-            shown, note = _help_class(cls, tokens, presets)
+            shown, note = _help_class(cls, tokens, presets, profiles)
             parser.description = f"{parser.description}{note}"
         # The source turns fields into flags, and flags into values; it reads no environment variable.
         source: CliSettingsSource[Any] = CliSettingsSource(
@@ -242,7 +244,7 @@ def parse_cli(
             flags = ["--config", *(f"--{name}" for name, _ in _leaves(cls))]
             raise ValueError("\n".join(_unknown_argument(token, flags) for token in unknown[:10]))
         file, typed = namespace.config, _merge(source(parsed_args=namespace)(), whole)
-        cfg = cls.model_validate(_merge(_layers(cls, file, typed, presets), entries))
+        cfg = cls.model_validate(_merge(_layers(cls, file, typed, presets, profiles), entries))
         if isinstance(cfg, RunConfig) and cfg.resume is not None:
             path = Path(cfg.resume) / "config.json"
             refuse_changes(cast("RunConfig", load_config(cls, path)), cfg, str(path))
@@ -254,13 +256,18 @@ def parse_cli(
 
 
 def _help_class(
-    cls: type[ConfigT], tokens: Sequence[str], presets: Mapping[str, Mapping[str, Any]]
+    cls: type[ConfigT],
+    tokens: Sequence[str],
+    presets: Mapping[str, Mapping[str, Any]],
+    profiles: Mapping[str, Mapping[str, Any]],
 ) -> tuple[type[ConfigT], str]:
     """`cls` as ``--help`` shows it: with the preset of the environment on the command line, and a note on that."""
     typed = dict(token[2:].split("=", 1) for token in tokens if token.startswith("--") and "=" in token)
     values = _defaults(cls)
     env_name = typed.get("env.name", values.get("env", {}).get("name", ""))
-    preset = {} if {"config", "resume"} & typed.keys() else _preset(env_name, presets)
+    profile = profiles.get(typed.get("profile", values.get("profile", "")), {})
+    started = {"config", "resume"} & typed.keys()
+    preset = {} if started else _merge(profile, _preset(env_name, presets), _containers(cls, dict))
     note = f" Defaults marked [preset] are those of the preset for {env_name}." if preset else ""
     return _with_defaults(cls, _merge(values, preset, _containers(cls, dict)), preset), note
 
@@ -282,9 +289,13 @@ def _with_defaults(cls: type[ConfigT], values: Mapping[str, Any], preset: Mappin
 
 
 def _layers(
-    cls: type[Config], file: str | None, typed: Mapping[str, Any], presets: Mapping[str, Mapping[str, Any]]
+    cls: type[Config],
+    file: str | None,
+    typed: Mapping[str, Any],
+    presets: Mapping[str, Mapping[str, Any]],
+    profiles: Mapping[str, Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """Class defaults, then the preset or the file, then what was typed."""
+    """Class defaults, then the profile and the preset or the file, then what was typed."""
     whole, values = _containers(cls, dict), _defaults(cls)
     resume = typed.get("resume")
     if file is not None and resume is not None:
@@ -299,8 +310,9 @@ def _layers(
         if layer.pop("resume", None) is not None:
             layer.pop("run_dir", None)
     else:
-        env_name = _merge(values, typed).get("env", {}).get("name", "")
-        layer = _preset(env_name, presets)
+        named = _merge(values, typed)
+        profile = profiles.get(named.get("profile", ""), {})
+        layer = _merge(profile, _preset(named.get("env", {}).get("name", ""), presets), whole)
     return _merge(_merge(values, layer, whole), typed, whole)
 
 

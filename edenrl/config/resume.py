@@ -10,6 +10,7 @@ from edenrl.config.run import RunConfig
 # Everything else is part of the state that is restored, or of the problem that was learned.
 _FREE = (
     "total_frames",
+    "max_iterations",
     "algorithm.updates",
     "algorithm.motion",
     "resume",
@@ -24,7 +25,8 @@ _FREE = (
     "evaluation",
 )
 _FREE_ON_RESTART = tuple(
-    f"algorithm.{name}" for name in ("lr", "lr_schedule", "final_lr_fraction", "desired_kl", "min_lr", "max_lr")
+    f"algorithm.{name}"
+    for name in ("lr", "lr_schedule", "initial_lr_fraction", "final_lr_fraction", "desired_kl", "min_lr", "max_lr")
 )
 
 

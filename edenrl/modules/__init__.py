@@ -13,6 +13,18 @@ from edenrl.modules.actor_critic import (
 )
 from edenrl.modules.amp import AMPReward, Discriminator, FrameNorm, SaturationWatch
 from edenrl.modules.constraint import TaskConstraint
+from edenrl.modules.flashsac import (
+    FlashActor,
+    FlashCritic,
+    UnitBatchNorm,
+    UnitLinear,
+    UnitRMSNorm,
+    average_batch_statistics,
+    flash_actor,
+    flash_critic,
+    project_unit_norms_,
+    unit_norm_hook,
+)
 from edenrl.modules.him import HIMActor, HIMEstimator, HIMLayout, him_actor, sinkhorn
 from edenrl.modules.moments import merge_moments, several_processes
 from edenrl.modules.normalization import RunningNorm
@@ -34,6 +46,8 @@ __all__ = [
     "AMPReward",
     "Discriminator",
     "FrameNorm",
+    "FlashActor",
+    "FlashCritic",
     "GaussianMLP",
     "GaussianSimBa",
     "GroupEncoder",
@@ -52,7 +66,13 @@ __all__ = [
     "SignedPermutation",
     "StateIndependentStd",
     "TaskConstraint",
+    "UnitBatchNorm",
+    "UnitLinear",
+    "UnitRMSNorm",
+    "average_batch_statistics",
     "categorical_actor",
+    "flash_actor",
+    "flash_critic",
     "gaussian_actor",
     "him_actor",
     "make_actor",
@@ -60,10 +80,12 @@ __all__ = [
     "observation_groups",
     "post_step_hook",
     "project_",
+    "project_unit_norms_",
     "several_processes",
     "simba_actor",
     "simba_critic",
     "sinkhorn",
+    "unit_norm_hook",
     "update_normalization",
     "value_critic",
 ]

@@ -122,9 +122,9 @@ def _step(step: int, every: int, gamma: float) -> float:
     return gamma ** (step // every)
 
 
-def _warmup_cosine(step: int, total: int, final: float, warmup: int) -> float:
+def _warmup_cosine(step: int, total: int, final: float, warmup: int, initial: float | None) -> float:
     if step < warmup:
-        return (step + 1) / warmup
+        return (step + 1) / warmup if initial is None else initial + (1.0 - initial) * step / warmup
     return _cosine(step - warmup, max(total - warmup, 1), final)
 
 
@@ -135,6 +135,7 @@ def _factor(name: str, total: int, **kw: Any) -> Callable[[int], float]:
         ("every", kw.get("every", 1) >= 1, ">= 1"),
         ("gamma", 0 < kw.get("gamma", 1) <= 1, "in (0, 1]"),
         ("warmup", kw.get("warmup", 1) >= 1, ">= 1"),
+        ("initial_fraction", (kw.get("initial_fraction") or 0) >= 0, ">= 0"),
     ):
         if not good:
             raise ValueError(f"The {name!r} schedule needs {option} {wanted}.")
@@ -148,7 +149,8 @@ def _factor(name: str, total: int, **kw: Any) -> Callable[[int], float]:
         factor = partial(_step, every=1, gamma=kw.pop("gamma", 0.01 ** (1 / total)))
     elif name == "warmup_cosine":
         warmup = kw.pop("warmup", max(total // 20, 1))
-        factor = partial(_warmup_cosine, total=total, final=final, warmup=warmup)
+        initial = kw.pop("initial_fraction", None)
+        factor = partial(_warmup_cosine, total=total, final=final, warmup=warmup, initial=initial)
     else:
         raise ValueError(
             f"Unknown learning-rate schedule {name!r}; choose one of 'adaptive', 'constant', 'linear', 'cosine', "
@@ -168,7 +170,8 @@ def make_lr_schedule(
         name: "adaptive" (options of ``KLAdaptiveLR``), "constant", "linear" and "cosine" (to ``final_fraction`` of
             the rate, default 0, over the whole budget), "step" (times ``gamma`` 0.1 each ``every`` updates, default a
             third of the budget), "exponential" (times ``gamma`` each update, default down to 1 % over the budget) or
-            "warmup_cosine" (linear over ``warmup`` updates, default 5 %, then cosine).
+            "warmup_cosine" (linear over ``warmup`` updates, default 5 %, from ``initial_fraction`` of the rate where
+            it is given and from one step otherwise, then cosine).
         optimizer: every parameter group is scheduled.
         total_updates: the training budget in updates.
         kwargs: the options above.

@@ -7,6 +7,7 @@ from edenrl.training.exporting import export_run
 from edenrl.training.loggers import MetricsTable, RunLogger, read_metrics
 from edenrl.training.progress import Progress, format_table
 from edenrl.training.run import Run, average, rollout_metrics, run_script, setup
+from edenrl.training.speedups import speedups
 
 __all__ = [
     "Checkpoints",
@@ -29,4 +30,5 @@ __all__ = [
     "rollout_metrics",
     "run_script",
     "setup",
+    "speedups",
 ]

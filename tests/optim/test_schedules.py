@@ -1,5 +1,7 @@
 import math
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -148,3 +150,15 @@ def test_a_resumed_schedule_continues_and_owns_no_copy_of_the_rate(name):
     advance(optimizer, schedule, 5)
     advance(fresh_optimizer, fresh, 5)
     assert [g["lr"] for g in optimizer.param_groups] == [g["lr"] for g in fresh_optimizer.param_groups]
+
+
+def test_warm_up_from_a_fraction_is_the_published_one():
+    g = np.load(Path(__file__).parents[1] / "golden" / "flashsac_data.npz")
+    init, peak, end = (float(g[f"lr.{name}"]) for name in ("init", "peak", "end"))
+    warmup, total = int(g["lr.warmup_steps"]), int(g["lr.decay_steps"])
+    optimizer = optimizer_of(peak)
+    options = dict(warmup=warmup, initial_fraction=init / peak, final_fraction=end / peak)
+    schedule = make_lr_schedule("warmup_cosine", optimizer, total, **options)
+    got = [optimizer.param_groups[0]["lr"], *rates(schedule, optimizer, int(g["lr.step"].max()))]
+    for step, expected in zip(g["lr.step"].tolist(), g["lr.value"].tolist(), strict=True):
+        assert got[step] == pytest.approx(expected, rel=1e-5)

@@ -1,0 +1,81 @@
+"""The reward normalizer against the published statistics."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+from torch.testing import assert_close
+
+from edenrl.collectors import NStepReplayBuffer, RewardNormalizer
+
+GOLDEN = {k: torch.from_numpy(v) for k, v in np.load(Path(__file__).parents[1] / "golden/flashsac_data.npz").items()}
+
+
+def published():
+    """Their rewards, with each end one step earlier: theirs keeps an end's own reward for the next episode."""
+    g = {k.removeprefix("reward."): v for k, v in GOLDEN.items() if k.startswith("reward.")}
+    ends = g["terminated"] | g["truncated"]
+    earlier = torch.cat([ends[1:], torch.zeros_like(ends[:1])])
+    flags = {"terminated": earlier.t().unsqueeze(-1), "truncated": torch.zeros_like(earlier).t().unsqueeze(-1)}
+    data = TensorDict({"next": {"reward": g["input"].t().unsqueeze(-1), **flags}}, batch_size=[4, 30])
+    return g, data, RewardNormalizer(4, float(g["gamma"]), float(g["G_max"]))
+
+
+def test_published_statistics():
+    g, data, normalizer = published()
+    tolerance = dict(rtol=1e-5, atol=1e-6, check_dtype=False)
+    for step in range(30):
+        normalizer.update(data["next"][:, step : step + 1])
+        for ours, theirs in (("largest", "G_abs_max"), ("mean", "mean"), ("var", "var"), ("count", "count")):
+            assert_close(getattr(normalizer, ours), g[theirs][step], **tolerance)
+        probe = TensorDict({"next": {"reward": g["probe"]}}, batch_size=[5])
+        assert_close(normalizer(probe)["next", "reward"], g["normalized"][step], **tolerance)
+        # Ours forgets at an end what theirs forgets one step later.
+        still = ~data["next", "terminated"][:, step, 0]
+        assert_close(normalizer.returns[still], g["G"][step][still], **tolerance)
+    both = {bool(g["G_abs_max"][i] / g["G_max"] > g["var"][i].sqrt()) for i in range(30)}
+    assert both == {True, False}  # each side of the maximum decides somewhere
+
+
+def test_blocks_of_steps_are_single_steps():
+    _, data, whole = published()
+    parts = RewardNormalizer(4, whole.gamma, whole.max_return)
+    whole.update(data["next"])
+    for part in data["next"].split(7, 1):
+        parts.update(part)
+    assert all(torch.equal(value, parts.state_dict()[name]) for name, value in whole.state_dict().items())
+
+
+def test_the_last_reward_of_an_episode_stays_in_it():
+    normalizer = RewardNormalizer(1, gamma=1.0)
+    ends = {"terminated": torch.tensor([[[True], [False]]]), "truncated": torch.zeros(1, 2, 1, dtype=torch.bool)}
+    normalizer.update(TensorDict({"reward": torch.tensor([[[100.0], [1.0]]]), **ends}, batch_size=[1, 2]))
+    assert normalizer.returns.tolist() == [1.0]
+
+
+def test_old_transitions_are_scaled_with_todays_statistics():
+    buffer = NStepReplayBuffer(100, n_steps=1, transform=RewardNormalizer(2, gamma=0.5, max_return=1.0))
+
+    def extend(reward):
+        flags = {name: torch.ones(2, 4, 1, dtype=torch.bool) for name in ("terminated", "truncated", "done")}
+        ends = {"observation": torch.randn(2, 4, 1), "reward": torch.full((2, 4, 1), reward), **flags}
+        data = dict(observation=torch.randn(2, 4, 1), action=torch.zeros(2, 4, 1), next=ends)
+        buffer.extend(TensorDict(data, batch_size=[2, 4]))
+
+    extend(2.0)
+    assert buffer.sample(8)["next", "reward"].unique().tolist() == [1.0]
+    extend(8.0)
+    assert buffer.sample(100)["next", "reward"].unique().tolist() == [0.25, 1.0]
+
+
+def test_mistakes_are_refused():
+    _, data, normalizer = published()
+    with pytest.raises(ValueError, match="rewards of 3 environments"):
+        normalizer.update(data["next"][:3])
+    data["next", "reward"][0, 0] = torch.nan
+    with pytest.raises(ValueError, match="not finite"):
+        normalizer.update(data["next"])
+    with pytest.raises(ValueError, match="max_return > 0"):
+        RewardNormalizer(4, max_return=0.0)

@@ -1,0 +1,222 @@
+"""The FlashSAC script: resumption with its buffer, refusals before anything is built, evaluation and export."""
+
+import importlib.util
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torchrl.data import Bounded
+
+from edenrl.config import load_config, parse_cli
+from edenrl.envs import PointMass, register_env
+from edenrl.modules import UnitBatchNorm, UnitLinear
+from edenrl.training import build_env, load_policy_weights, read_metrics, run_script
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TINY = [
+    "--env.num_envs=4",
+    "--algorithm.steps_per_env=5",
+    "--algorithm.min_buffer=40",
+    "--algorithm.buffer_size=160",
+    "--algorithm.batch_size=8",
+    "--algorithm.updates_per_step=1",
+    "--algorithm.actor_dim=4",
+    "--algorithm.critic_dim=4",
+    "--algorithm.num_bins=11",
+    "--evaluation.num_episodes=2",
+    "--checkpoint.interval_iterations=1000",
+    "--num_threads=1",
+    "--profile=cpu",
+]
+FRAMES = 20
+
+
+def load_script(name):
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+train_flashsac = load_script("train_flashsac")
+
+
+def train(run_dir, iterations, *flags, resume=False):
+    place = "--resume" if resume else "--run_dir"
+    length = f"--total_frames={iterations * FRAMES}"
+    train_flashsac.main([f"{place}={run_dir}", length, "--quiet", *([] if resume else TINY), *flags])
+
+
+def rows(run_dir):
+    table = read_metrics(Path(run_dir) / "metrics.csv")
+    return [{k: v for k, v in row.items() if k != "seconds" and not k.startswith("eval/")} for row in table]
+
+
+def policy_of(run_dir, script=train_flashsac):
+    cfg = load_config(script.Train, Path(run_dir) / "config.json")
+    policy = script.make_policy(cfg, build_env(cfg, num_envs=1))
+    load_policy_weights(policy, run_dir, "latest")
+    return policy
+
+
+@pytest.mark.parametrize("env", ["PointMass", "Pendulum-v1"])
+def test_resumed_run_is_the_uninterrupted_run(tmp_path, env):
+    flags = (f"--env.name={env}", "--algorithm.buffer_dtype=bfloat16")
+    train(tmp_path / "whole", 20, *flags)
+    train(tmp_path / "parts", 20, "--checkpoint.interval_iterations=9", *flags)
+    # Back to the checkpoint after eighteen iterations, as if the process had died in the last two.
+    newest = max((tmp_path / "parts" / "checkpoints").iterdir(), key=lambda path: path.name)
+    newest.rename(newest.with_name(f".{newest.name}.stage-1"))
+    train(tmp_path / "parts", 20, resume=True)
+    assert len(rows(tmp_path / "whole")) == 20 and rows(tmp_path / "whole") == rows(tmp_path / "parts")
+    whole, parts = policy_of(tmp_path / "whole"), policy_of(tmp_path / "parts")
+    for name, value in whole.state_dict().items():
+        assert torch.equal(value, parts.state_dict()[name]), name
+    last = rows(tmp_path / "whole")[-1]
+    assert last["replay_size"] == 160 and last["lr"] < 1e-3 and last["skipped_updates"] == 0
+    for layer in whole.modules():
+        if isinstance(layer, UnitLinear):
+            assert (layer.weight.norm(dim=1) - 1).abs().max() < 1e-5
+        if isinstance(layer, UnitBatchNorm):
+            total = layer.scale.square().sum() + layer.shift.square().sum()
+            assert abs(float(total.detach()) / len(layer.scale) - 1) < 1e-5
+
+
+def test_without_its_buffer_a_resumed_run_fills_a_new_one(tmp_path):
+    train(tmp_path / "run", 10, "--algorithm.save_buffer=false")
+    train(tmp_path / "run", 14, resume=True)
+    sizes = [row["replay_size"] for row in rows(tmp_path / "run")]
+    assert sizes[9] == 160 and sizes[10:] == [20, 40, 60, 80]
+    assert not list((tmp_path / "run").glob("error*"))
+
+
+def test_length_is_given_once(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train_flashsac, "build_env", lambda *a: pytest.fail("an environment was built"))
+    for flags, given in (
+        (["--env.name=CartPole-v1"], "neither"),
+        (["--total_frames=100", "--max_iterations=3"], "both, 100 and 3, was given"),
+    ):
+        with pytest.raises(SystemExit):
+            run_script(lambda flags=flags: train_flashsac.main(flags))
+        message = capsys.readouterr().err
+        assert "total_frames or max_iterations" in message and given in message
+
+
+def test_iterations_count_as_given(tmp_path):
+    train_flashsac.main(
+        [*TINY, "--quiet", f"--run_dir={tmp_path / 'run'}", "--total_frames=None", "--max_iterations=3"]
+    )
+    assert [row["frames"] for row in rows(tmp_path / "run")] == [20, 40, 60]
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["--env.action_mode=clip"], "set env.action_mode to 'squash'"),
+        (["--env.name=CartPole-v1", "--total_frames=100"], "discrete action space"),
+        (["--algorithm.buffer_size=30"], "min_buffer 40 is more than buffer_size 30"),
+        (["--algorithm.actor_groups=scam"], "Observation group 'scam' does not exist"),
+        (["--profile=gpu"], "profile = 'gpu'"),
+        (["--algorithm.batch_size=1"], "algorithm.batch_size = '1'"),
+        (["--env.name=Unbounded"], "needs an action spec with finite bounds"),
+    ],
+)
+def test_mistakes_name_the_fix(tmp_path, capsys, monkeypatch, flags, expected):
+    class Unbounded(PointMass):
+        def __init__(self, num_envs, **kwargs):
+            super().__init__(num_envs, **kwargs)
+            self.action_spec = Bounded(-1.0, torch.inf, self.action_spec.shape)
+
+    register_env("Unbounded", lambda n, **kw: Unbounded(n, **kw), override=True)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        run_script(lambda: train_flashsac.main([*TINY, "--total_frames=100", *flags]))
+    assert expected in capsys.readouterr().err
+    assert not list(tmp_path.rglob("checkpoints"))
+
+
+def test_profiles_stand_below_presets_and_flags():
+    def parse(*argv):
+        presets = {"Some": {"total_frames": 7, "algorithm": {"tau": 0.5}}}
+        profiles = train_flashsac.FLASHSAC_PROFILES
+        return parse_cli(train_flashsac.Train, ["--env.name=Some", *argv], presets=presets, profiles=profiles)
+
+    full, cpu = parse(), parse("--profile=cpu", "--algorithm.lr=0.1")
+    assert (full.algorithm.batch_size, full.algorithm.buffer_size) == (2048, 10_000_000)
+    assert (cpu.algorithm.batch_size, cpu.algorithm.tau, cpu.algorithm.lr) == (128, 0.5, 0.1)
+
+
+def test_speedups_fall_back_on_a_cpu_with_one_warning(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, "edenrl"):
+        train(tmp_path / "run", 11, "--algorithm.precision=bfloat16", "--algorithm.compile", "--device=cpu")
+    warned = [record.message for record in caplog.records if "float32" in record.message]
+    assert warned == ["On a CPU training stays in float32 and uncompiled; precision=bfloat16, compile=True."]
+
+
+def test_short_runs_begin_to_learn_early_and_say_so(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, "edenrl"):
+        train(tmp_path / "run", 3, "--algorithm.min_buffer=100")
+    assert "min_buffer is 6 in this run of 60 frames, not 100." in caplog.text
+    assert rows(tmp_path / "run")[-1]["alpha"] > 0
+
+
+def test_asymmetric_boxes_are_scaled(tmp_path):
+    class Asymmetric(PointMass):
+        """Accepts actions in [-1, 3] and shows them."""
+
+        def __init__(self, num_envs, **kwargs):
+            super().__init__(num_envs, **kwargs)
+            self.action_spec = Bounded(-1.0, 3.0, self.action_spec.shape)
+
+        def _step(self, tensordict):
+            seen.append(tensordict["action"].clone())
+            tensordict = tensordict.clone(False)
+            return super()._step(tensordict.set("action", tensordict["action"].clamp(-1, 1)))
+
+    seen = []
+    register_env("Asymmetric", lambda n, **kw: Asymmetric(n, **kw), override=True)
+    train(tmp_path / "run", 20, "--env.name=Asymmetric")
+    actions = torch.cat(seen[:10])  # uniform at first
+    assert float(actions.min()) < -0.7 and float(actions.max()) > 2.7 and abs(float(actions.mean()) - 1) < 0.4
+
+
+def test_evaluation_and_export_find_the_script_of_the_run(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("onnxruntime")
+    train(tmp_path / "run", 4, "--export", "--env.name=Pendulum-v1")
+    assert (tmp_path / "run" / "policy" / "policy_spec.json").exists()
+    monkeypatch.setitem(sys.modules, "train_flashsac", train_flashsac)
+    capsys.readouterr()
+    load_script("evaluate").main([str(tmp_path / "run"), "--json", "--checkpoint", "latest"])
+    assert json.loads(capsys.readouterr().out)["episodes"] == 2
+    spec = json.loads((tmp_path / "run" / "policy" / "policy_spec.json").read_text())
+    assert spec["actions"]["low"] == [-2.0] and spec["actions"]["high"] == [2.0]
+
+
+def test_two_processes_share_statistics_and_resume(tmp_path):
+    def torchrun(*flags):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "EDENRL_TRACEBACK": "1"}
+        script = [str(EXAMPLES / "train_flashsac.py"), *TINY, "--quiet", "--total_frames=400", *flags]
+        done = subprocess.run([*command, *script], env=env, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr[-2000:]
+
+    torchrun(f"--run_dir={tmp_path / 'whole'}")
+    torchrun(f"--run_dir={tmp_path / 'parts'}", "--checkpoint.interval_iterations=6")
+    newest = max((tmp_path / "parts" / "checkpoints").iterdir(), key=lambda path: path.name)
+    newest.rename(newest.with_name(f".{newest.name}.stage-1"))
+    torchrun(f"--resume={tmp_path / 'parts'}")
+    assert len(rows(tmp_path / "whole")) == 10 and rows(tmp_path / "whole") == rows(tmp_path / "parts")
+
+
+@pytest.mark.slow
+def test_learns_pendulum(tmp_path):
+    flags = ["--env.name=Pendulum-v1", "--profile=cpu", "--num_threads=1", "--quiet", f"--run_dir={tmp_path / 'run'}"]
+    train_flashsac.main(flags)
+    last = read_metrics(tmp_path / "run" / "metrics.csv")[-1]
+    assert last["eval/return_mean"] >= -200

@@ -1,0 +1,166 @@
+"""FlashSAC's networks against the published ones, and which pass moves which statistics."""
+
+import copy
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+from torch.testing import assert_close
+from torchrl.data import Bounded, Unbounded
+
+from edenrl.modules import (
+    FlashActor,
+    FlashCritic,
+    UnitBatchNorm,
+    UnitLinear,
+    UnitRMSNorm,
+    flash_actor,
+    flash_critic,
+    project_unit_norms_,
+    unit_norm_hook,
+)
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from flashsac_golden import ACTOR_HEAD, CRITIC_HEAD, LAYER, assert_after, build  # noqa: E402
+
+GOLDEN = {
+    k: torch.from_numpy(v) for k, v in np.load(Path(__file__).parents[1] / "golden/flashsac_networks.npz").items()
+}
+OUTPUT = dict(rtol=1e-4, atol=1e-5)
+
+
+def test_layers_are_the_published_ones():
+    g = GOLDEN
+    norm = UnitBatchNorm(6)
+    for ours_name, theirs in (("scale", "scale"), ("shift", "shift")):
+        getattr(norm, ours_name).data.copy_(g[f"batchnorm.{theirs}"])
+    norm.running_mean.copy_(g["batchnorm.running_mean"])
+    norm.running_var.copy_(g["batchnorm.running_var"])
+    assert_close(norm(g["batchnorm.input"]), g["batchnorm.eval_output"], **LAYER)
+    assert torch.equal(norm.running_mean, g["batchnorm.running_mean"])
+    assert_close(norm(g["batchnorm.input"], batch_stats=True), g["batchnorm.train_output"], **LAYER)
+    assert_close(norm.running_mean, g["batchnorm.running_mean_after_train"], **LAYER)
+    assert_close(norm.running_var, g["batchnorm.running_var_after_train"], **LAYER)
+    norm.project_()
+    assert_close(norm.scale.data, g["batchnorm.scale_projected"], **LAYER)
+    assert_close(norm.shift.data, g["batchnorm.shift_projected"], **LAYER)
+
+    rms = UnitRMSNorm(6)
+    rms.scale.data.copy_(g["rmsnorm.scale"])
+    assert_close(rms(g["rmsnorm.input"]), g["rmsnorm.output"], **LAYER)
+    rms.project_()
+    assert_close(rms.scale.data, g["rmsnorm.scale_projected"], **LAYER)
+
+    linear = UnitLinear(6, 4)
+    linear.weight.data.copy_(g["linear.weight"])
+    linear.project_()
+    assert_close(linear.weight.data, g["linear.weight_projected"], **LAYER)
+
+
+@pytest.mark.parametrize("batch_stats", [False, True])
+def test_networks_are_the_published_ones(batch_stats):
+    actor, critic = build(GOLDEN)
+    before = copy.deepcopy((actor.state_dict(), critic.state_dict()))
+    mode = "train" if batch_stats else "eval"
+    loc, scale = actor(GOLDEN["obs"], batch_stats=batch_stats)
+    assert_close(loc, GOLDEN[f"actor_{mode}.mean"], **OUTPUT)
+    assert_close(scale, GOLDEN[f"actor_{mode}.std"], **OUTPUT)
+    value, log_prob = critic(GOLDEN["obs"], GOLDEN["critic_action"], batch_stats=batch_stats)
+    assert_close(value, GOLDEN[f"critic_{mode}.q"].t(), **OUTPUT)
+    assert_close(log_prob, GOLDEN[f"critic_{mode}.log_prob"].transpose(0, 1), **OUTPUT)
+    if batch_stats:
+        assert_after(actor, GOLDEN, "actor_train.after.", ACTOR_HEAD)
+        assert_after(critic, GOLDEN, "critic_train.after.", CRITIC_HEAD)
+    else:
+        for net, state in zip((actor, critic), before, strict=True):
+            assert all(torch.equal(value, state[name]) for name, value in net.state_dict().items())
+
+
+def test_policy_acts_with_the_published_deterministic_action_on_running_statistics():
+    net, _ = build(GOLDEN)
+    actor = flash_actor({"observation": 5}, Bounded(-1, 1, (3,)), hidden_dim=8)
+    actor.module[0].module.load_state_dict(net.state_dict())
+    for mode in (True, False):  # a policy that is being trained is in train() mode
+        actor.train(mode)
+        loc = actor(TensorDict(observation=GOLDEN["obs"], batch_size=[12]))["loc"]
+        assert_close(loc.tanh(), GOLDEN["actor_eval.deterministic_action"], **OUTPUT)
+
+
+def on_spheres(net):
+    for layer in net.modules():
+        if isinstance(layer, UnitLinear):
+            assert_close(layer.weight.norm(dim=-1), torch.ones(layer.weight.shape[:-1]), rtol=1e-5, atol=1e-5)
+        elif isinstance(layer, UnitBatchNorm | UnitRMSNorm):
+            total = layer.scale.square().sum(-1)
+            total = total + layer.shift.square().sum(-1) if isinstance(layer, UnitBatchNorm) else total
+            assert_close(total, torch.full_like(total, layer.scale.shape[-1]), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("net", [FlashActor({"a": 2, "b": 3}, 2, hidden_dim=8), FlashCritic(5, hidden_dim=8)])
+def test_fresh_networks_and_every_step_are_on_the_spheres(net):
+    on_spheres(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.3)
+    handle = unit_norm_hook(optimizer, net)
+    a, b = torch.randn(6, 2), torch.randn(6, 3)
+    for _ in range(3):
+        optimizer.zero_grad()
+        sum(out.square().sum() for out in net(a, b, batch_stats=True)).backward()
+        optimizer.step()
+        on_spheres(net)
+    handle.remove()
+    optimizer.step()
+    with pytest.raises(AssertionError):
+        on_spheres(net)
+    project_unit_norms_(net)
+    on_spheres(net)
+
+
+def test_members_are_independent_and_equal_single_networks():
+    both = FlashCritic(5, hidden_dim=8, num_bins=7)
+    x = torch.randn(6, 5)
+    for member in range(2):
+        one = FlashCritic(5, hidden_dim=8, num_bins=7, num_members=1)
+        state = both.state_dict()
+        one.load_state_dict({k: v if k == "atoms" else v[member : member + 1] for k, v in state.items()})
+        for stats in (False, True):
+            probe = copy.deepcopy(both)
+            for got, alone in zip(probe(x, batch_stats=stats), one(x, batch_stats=stats), strict=True):
+                assert_close(got[:, member], alone[:, 0])
+        both_after = copy.deepcopy(both)
+        both_after(x, batch_stats=True)
+        assert_close(both_after.trunk.bn.running_mean[member], one.trunk.bn.running_mean[0])
+
+
+@pytest.mark.parametrize("batch", [(), (6,), (2, 3)])
+def test_any_batch_shape(batch):
+    actor, critic = FlashActor({"a": 5}, 2, hidden_dim=8), FlashCritic(7, hidden_dim=8)
+    x, action = torch.randn(*batch, 5), torch.randn(*batch, 2)
+    loc, scale = actor(x)
+    value, log_prob = critic(x, action)
+    assert loc.shape == scale.shape == (*batch, 2) and value.shape == (*batch, 2) and log_prob.shape == (*batch, 2, 101)
+    flat = critic(x.reshape(-1, 5), action.reshape(-1, 2))
+    assert_close(value.reshape(-1, 2), flat[0])
+    assert_close(log_prob.reshape(-1, 2, 101), flat[1])
+
+
+def test_reduced_precision_leaves_the_outputs_in_single():
+    actor, critic = build(GOLDEN)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        outputs = [*actor(GOLDEN["obs"]), *critic(GOLDEN["obs"], GOLDEN["critic_action"])]
+    exact = [*actor(GOLDEN["obs"]), *critic(GOLDEN["obs"], GOLDEN["critic_action"])]
+    for reduced, single in zip(outputs, exact, strict=True):
+        assert reduced.dtype == torch.float32 and not torch.equal(reduced, single)
+        assert_close(reduced, single, rtol=0.1, atol=0.1)
+
+
+def test_mistakes_are_refused():
+    with pytest.raises(ValueError, match="finite bounds"):
+        flash_actor({"a": 2}, Unbounded((2,)))
+    with pytest.raises(ValueError, match="num_blocks"):
+        FlashActor({"a": 2}, 1, num_blocks=0)
+    with pytest.raises(ValueError, match="min_value < max_value"):
+        FlashCritic(3, min_value=1.0, max_value=-1.0)
+    assert flash_critic({"a": 2}, 1, hidden_dim=4).in_keys == ["a", "action"]

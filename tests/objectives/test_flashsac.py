@@ -1,0 +1,272 @@
+"""FlashSAC's losses against the published update, a transition worked by hand, and the contract of a loss."""
+
+import copy
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+from torch.testing import assert_close
+from torchrl.data import Bounded
+
+from edenrl.modules import flash_actor, flash_critic, unit_norm_hook
+from edenrl.objectives import FlashSACLoss, make_loss
+from edenrl.objectives.flashsac import project_distribution, squashed_sample
+from edenrl.testing import check_loss_module
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from flashsac_golden import ACTOR_HEAD, CRITIC_HEAD, assert_after, build, load, ours  # noqa: E402
+
+GOLDEN = {k: torch.from_numpy(v) for k, v in np.load(Path(__file__).parents[1] / "golden/flashsac_update.npz").items()}
+FORWARD = dict(rtol=1e-4, atol=1e-5)
+LOG_PROB = dict(rtol=1e-4, atol=1e-4)
+GRADIENT = dict(rtol=1e-3, atol=1e-5)
+
+
+def config(name):
+    return GOLDEN[f"config.{name}"].item()
+
+
+@pytest.fixture
+def loss():
+    net, critic_net = build(GOLDEN)
+    actor = flash_actor({"observation": 5}, Bounded(-1, 1, (3,)), hidden_dim=8)
+    critic = flash_critic({"observation": 5}, 3, hidden_dim=8, num_bins=11)
+    actor.module[0].module.load_state_dict(net.state_dict())
+    critic.module.load_state_dict(critic_net.state_dict())
+    loss = FlashSACLoss(actor, critic, gamma=config("gamma"), tau=config("tau"), target_sigma=config("target_sigma"))
+    load(loss.target_critic.module, GOLDEN, "target.", CRITIC_HEAD)
+    loss.log_alpha.data.copy_(GOLDEN["log_temp"])
+    return loss
+
+
+@pytest.fixture
+def batch():
+    g = GOLDEN
+    ends = {"observation": g["next_obs"], "reward": g["reward"][:, None], "terminated": g["terminated"][:, None]}
+    steps = torch.full((16, 1), config("n_step"))
+    data = {"observation": g["obs"], "action": g["action"], "next": ends, "steps_to_next_obs": steps}
+    return TensorDict(data, batch_size=[16])
+
+
+def noise(monkeypatch, *values):
+    queue = list(values)
+    monkeypatch.setattr(FlashSACLoss, "_noise", staticmethod(lambda like: queue.pop(0)))
+
+
+def gradients_are(net, prefix, head):
+    named, checked = dict(net.named_parameters()), 0
+    for name, value in GOLDEN.items():
+        if name.startswith(prefix):
+            assert_close(named[ours(name.removeprefix(prefix), head)].grad, value, **GRADIENT)
+            checked += 1
+    assert checked == len(named)
+
+
+def test_actor_step_is_the_published_one(loss, batch, monkeypatch):
+    noise(monkeypatch, GOLDEN["noise_actor"])
+    critic_before = copy.deepcopy(loss.critic_network.state_dict())
+    out = loss.actor_loss(batch)
+    assert_close(out["loss_actor"], GOLDEN["actor_step.loss"], **FORWARD)
+    assert_close(out["entropy"], GOLDEN["actor_step.entropy"], **LOG_PROB)
+    assert_close(out["log_prob"], GOLDEN["actor_step.log_prob"][:16], **LOG_PROB)
+    assert_close(out["q_value"], GOLDEN["actor_step.q"].amin(0).mean(), **FORWARD)
+    out["loss_actor"].backward()
+    actor = loss.actor_network.module[0].module
+    gradients_are(actor, "actor_step.grad.", ACTOR_HEAD)
+    assert_after(actor, GOLDEN, "actor_step.after.", ACTOR_HEAD)
+    assert all(torch.equal(v, critic_before[k]) for k, v in loss.critic_network.state_dict().items())
+    assert all(p.grad is None and p.requires_grad for p in loss.critic_network.parameters())
+    temperature = loss.temperature_loss(batch, out["log_prob"])["loss_temperature"]
+    temperature.backward()
+    assert_close(torch.tensor(loss.target_entropy), GOLDEN["target_entropy"])
+    assert_close(temperature, GOLDEN["temperature_step.loss"], **LOG_PROB)
+    assert_close(loss.log_alpha.grad, GOLDEN["temperature_step.grad"], **LOG_PROB)
+
+
+def test_critic_step_is_the_published_one(loss, batch, monkeypatch):
+    noise(monkeypatch, GOLDEN["noise_next"])
+    actor_before = copy.deepcopy(loss.actor_network.state_dict())
+    out = loss.critic_loss(batch)
+    assert_close(out["loss_critic"], GOLDEN["critic_step.loss"], **FORWARD)
+    out["loss_critic"].backward()
+    gradients_are(loss.critic_network.module, "critic_step.grad.", CRITIC_HEAD)
+    assert_after(loss.critic_network.module, GOLDEN, "critic_step.after.critic.", CRITIC_HEAD)
+    assert_after(loss.target_critic.module, GOLDEN, "critic_step.after.target.", CRITIC_HEAD)
+    # The actor draws with its running statistics and is left as it is; the target learns by averaging alone.
+    assert all(torch.equal(v, actor_before[k]) for k, v in loss.actor_network.state_dict().items())
+    frozen = [*loss.actor_network.parameters(), loss.log_alpha, *loss.target_critic.parameters()]
+    assert all(p.grad is None for p in frozen)
+    target = (GOLDEN["critic_step.target_probs"] * loss.target_critic.module.atoms).sum(-1).mean()
+    assert_close(out["target_value"], target, **FORWARD)
+
+
+def test_target_parameters_move_by_polyak_alone(loss):
+    before = copy.deepcopy(loss.target_critic.state_dict())
+    loss.update_target()
+    for name, value in loss.target_critic.module.named_parameters():
+        theirs = next(k for k in GOLDEN if k.startswith("polyak.") and ours(k[7:], CRITIC_HEAD) == name)
+        assert_close(value.data, GOLDEN[theirs], rtol=1e-5, atol=1e-6)
+    for name, value in loss.target_critic.named_buffers():
+        assert torch.equal(value, before[name])
+
+
+def test_whole_update_is_the_published_one(loss, batch, monkeypatch):
+    noise(monkeypatch, GOLDEN["noise_actor"], GOLDEN["noise_next"])
+    adam = {name: torch.optim.Adam(ps, lr=config("learning_rate")) for name, ps in loss.parameter_groups().items()}
+    unit_norm_hook(adam["policy"], loss.actor_network)
+    unit_norm_hook(adam["critic"], loss.critic_network)
+    out = loss.actor_loss(batch)
+    out["loss_actor"].backward()
+    adam["policy"].step()
+    loss.temperature_loss(batch, out["log_prob"])["loss_temperature"].backward()
+    adam["temperature"].step()
+    critic = loss.critic_loss(batch)["loss_critic"]
+    assert_close(critic, GOLDEN["full.critic_loss"], **FORWARD)
+    critic.backward()
+    adam["critic"].step()
+    loss.update_target()
+    assert_close(loss.log_alpha.data, GOLDEN["full.log_temp"], **FORWARD)
+    networks = {
+        "full.actor.": (loss.actor_network.module[0].module, ACTOR_HEAD),
+        "full.critic.": (loss.critic_network.module, CRITIC_HEAD),
+        "full.target.": (loss.target_critic.module, CRITIC_HEAD),
+    }
+    for prefix, (net, head) in networks.items():
+        named = dict(net.named_parameters())
+        for name in [k for k in GOLDEN if k.startswith(prefix)]:
+            assert_close(named[ours(name.removeprefix(prefix), head)].data, GOLDEN[name], **FORWARD)
+
+
+def test_projection_is_the_published_one():
+    atoms = torch.linspace(-5, 5, 11)
+    reward, term = GOLDEN["project.reward"][:, None], GOLDEN["project.terminated"][:, None].float()
+    values = reward + GOLDEN["project.gamma_n"] * (1 - term) * (atoms - GOLDEN["project.entropy_term"][:, None])
+    got = project_distribution(GOLDEN["project.log_probs"].exp(), values, atoms)
+    assert_close(got, GOLDEN["project.target_probs"], rtol=1e-5, atol=1e-6)
+    assert_close(got.sum(-1), torch.ones(16))
+
+
+def test_density_stays_exact_where_the_tanh_saturates():
+    loc, scale, eps = torch.tensor([12.0]), torch.tensor([0.5]), torch.tensor([1.0])
+    action, log_prob = squashed_sample(loc, scale, eps)
+    # u = 12.5: log N = -1/2 - log(1/2) - log(2 pi) / 2, and 1 - tanh(u)^2 = 4 exp(-2u) to 1e-11.
+    by_hand = -0.5 + math.log(2) - 0.5 * math.log(2 * math.pi) - (math.log(4) - 25)
+    assert float(action) == 1.0 and abs(float(log_prob) - by_hand) < 1e-4
+
+
+def targets(reward, terminated, steps, value, gamma=0.9):
+    """Mean of the target distribution when the next state is surely worth ``value``, without entropy."""
+    actor = flash_actor({"observation": 3}, Bounded(-1, 1, (2,)), hidden_dim=8)
+    critic = flash_critic({"observation": 3}, 2, hidden_dim=8, num_bins=201, min_value=-20.0, max_value=20.0)
+    loss = FlashSACLoss(actor, critic, gamma=gamma, alpha_init=1e-30)
+    with torch.no_grad():
+        head = loss.target_critic.module
+        head.head.weight.zero_()
+        head.head_bias.fill_(-1e4)[:, round((value + 20) / 0.2)] = 0.0
+    ends = dict(observation=torch.randn(2, 3), reward=torch.full((2, 1), reward))
+    ends["terminated"] = torch.full((2, 1), terminated)
+    data = dict(observation=torch.randn(2, 3), action=torch.zeros(2, 2), next=ends)
+    data["steps_to_next_obs"] = torch.full((2, 1), steps)
+    return float(loss.critic_loss(TensorDict(data, batch_size=[2]))["target_value"])
+
+
+def test_discount_is_that_of_the_steps_taken():
+    # n = 3, rewards 1, gamma 0.9, Q(next) = 10: 1 + 0.9 + 0.81 = 2.71 and 2.71 + 0.729 * 10 = 10.0.
+    assert targets(2.71, False, 3, 10.0) == pytest.approx(10.0, abs=1e-3)
+    # A time-out after two steps: 1.9 + 0.81 * 10 = 10.0 (9.19 with gamma^3).
+    assert targets(1.9, False, 2, 10.0) == pytest.approx(10.0, abs=1e-3)
+    assert targets(1.9, True, 2, 10.0) == pytest.approx(1.9, abs=1e-3)
+
+
+def make(bc_coeff=0.0, **options):
+    torch.manual_seed(0)
+    actor = flash_actor({"observation": 4}, Bounded(-1, 1, (2,)), hidden_dim=8, num_blocks=1)
+    critic = flash_critic({"observation": 4, "extra": 3}, 2, hidden_dim=8, num_blocks=1, num_bins=21)
+    return FlashSACLoss(actor, critic, bc_coeff=bc_coeff, **options)
+
+
+def make_batch(*shape):
+    torch.manual_seed(1)
+    ends = dict(observation=torch.randn(*shape, 4), extra=torch.randn(*shape, 3), reward=torch.randn(*shape, 1))
+    ends["terminated"] = torch.rand(*shape, 1) < 0.3
+    data = dict(observation=torch.randn(*shape, 4), extra=torch.randn(*shape, 3), next=ends)
+    data["action"] = torch.rand(*shape, 2) * 2 - 1
+    data["steps_to_next_obs"] = torch.randint(1, 4, (*shape, 1))
+    return TensorDict(data, batch_size=shape)
+
+
+@pytest.mark.parametrize("bc_coeff", [0.0, 0.5])
+def test_contract(bc_coeff):
+    reaches = {"loss_actor": ["policy"], "loss_temperature": ["temperature"], "loss_critic": ["critic"]}
+    reaches |= {"loss_bc": ["policy"]} if bc_coeff else {}
+    check_loss_module(make(bc_coeff), make_batch(4, 6), reaches=reaches)
+
+
+def test_bc_term_by_hand(monkeypatch):
+    loss, batch = make(0.5), make_batch(6)
+    monkeypatch.setattr(FlashSACLoss, "_noise", staticmethod(torch.zeros_like))
+    out = loss.eval().actor_loss(batch)
+    action = loss.actor_network.module[0](batch.clone())["loc"].tanh()
+    value = loss.critic_network(batch.clone().set("action", action))["state_action_value"].amin(-1)
+    expected = 0.5 * value.abs().mean() * (action - batch["action"]).square().mean()
+    assert_close(out["loss_bc"], expected)
+    with pytest.raises(AttributeError, match="build it with bc_coeff"):
+        make().bc_coeff = 0.1
+
+
+def test_eval_mode_moves_no_statistics():
+    loss = make().eval()
+    before = copy.deepcopy(loss.state_dict())
+    loss(make_batch(6))
+    assert all(torch.equal(value, before[name]) for name, value in loss.state_dict().items())
+
+
+def test_autocast_changes_little(loss, batch, monkeypatch):
+    monkeypatch.setattr(FlashSACLoss, "_noise", staticmethod(lambda like: torch.zeros_like(like) + 0.5))
+    loss.eval()
+    single = loss(batch)
+    loss.log_alpha.grad = None
+    single["loss_temperature"].backward()
+    gradient = loss.log_alpha.grad.clone()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        reduced = loss(batch)
+    loss.log_alpha.grad = None
+    reduced["loss_temperature"].backward()
+    assert all(value.dtype == torch.float32 for value in reduced.values())
+    assert abs(float(loss.log_alpha.grad / gradient) - 1) < 0.1
+    assert_close(reduced["target_value"], single["target_value"], rtol=0.01, atol=0.01)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(gamma=1.5), r"gamma in \(0, 1\], got 1.5"),
+        (dict(alpha_init=0.0), "alpha_init > 0"),
+        (dict(tau=0.0), "tau in"),
+        (dict(bc_coeff=-1.0), "bc_coeff >= 0"),
+        (dict(reduction="max"), "'mean', 'sum' or 'none'"),
+    ],
+)
+def test_settings_out_of_range_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        make(**change)
+
+
+def test_other_networks_and_shapes_are_refused():
+    loss = make()
+    with pytest.raises(ValueError, match="actor from flash_actor"):
+        FlashSACLoss(loss.critic_network, loss.critic_network)
+    with pytest.raises(ValueError, match="critic from flash_critic"):
+        FlashSACLoss(loss.actor_network, loss.actor_network)
+    batch = make_batch(6)
+    with pytest.raises(ValueError, match=r"shape \(6, 1\), got \(6,\)"):
+        loss(batch.set(("next", "reward"), batch["next", "reward"][:, 0]))
+
+
+def test_by_name():
+    loss = make()
+    assert isinstance(make_loss("flashsac", loss.actor_network, loss.critic_network), FlashSACLoss)
