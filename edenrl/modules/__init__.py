@@ -13,6 +13,14 @@ from edenrl.modules.actor_critic import (
 )
 from edenrl.modules.moments import merge_moments, several_processes
 from edenrl.modules.normalization import RunningNorm
+from edenrl.modules.rma import (
+    RMA_CHUNKS,
+    HistoryEncoder,
+    RMAActor,
+    RMAComposition,
+    rma_composition,
+    rma_policy,
+)
 from edenrl.modules.simba import (
     GaussianSimBa,
     GroupEncoder,
@@ -33,7 +41,11 @@ __all__ = [
     "GroupEncoder",
     "GroupMLP",
     "GroupSimBa",
+    "HistoryEncoder",
     "HyperDense",
+    "RMAActor",
+    "RMAComposition",
+    "RMA_CHUNKS",
     "RunningNorm",
     "Scaler",
     "SimBa",
@@ -48,6 +60,8 @@ __all__ = [
     "observation_groups",
     "post_step_hook",
     "project_",
+    "rma_composition",
+    "rma_policy",
     "several_processes",
     "simba_actor",
     "simba_critic",
