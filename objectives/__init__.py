@@ -3,15 +3,21 @@
 from edenrl.objectives.apg import APGLoss
 from edenrl.objectives.gae import GAE
 from edenrl.objectives.grpo import GroupRelativeAdvantage, GRPOLoss
+from edenrl.objectives.mirror import MirrorLoss
 from edenrl.objectives.ppo import PPOLoss, gaussian_kl
 from edenrl.objectives.registry import make_loss, register_loss, registered_losses
+from edenrl.objectives.rma import LinearRamp, RMADaggerLoss, RMALoss
 
 __all__ = [
     "APGLoss",
     "GAE",
     "GRPOLoss",
     "GroupRelativeAdvantage",
+    "LinearRamp",
+    "MirrorLoss",
     "PPOLoss",
+    "RMADaggerLoss",
+    "RMALoss",
     "gaussian_kl",
     "make_loss",
     "register_loss",
@@ -20,4 +26,7 @@ __all__ = [
 
 register_loss("APG", APGLoss, override=True)
 register_loss("GRPO", GRPOLoss, override=True)
+register_loss("Mirror", MirrorLoss, override=True)
 register_loss("PPO", PPOLoss, override=True)
+register_loss("RMA", RMALoss, override=True)
+register_loss("RMADagger", RMADaggerLoss, override=True)
