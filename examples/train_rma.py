@@ -81,7 +81,7 @@ def main(argv=None):
     ).to(device)
     dagger = RMADaggerLoss(teacher)
     mirrors = getattr(env, "mirrors", {})
-    augment = MirrorAugmentation(mirrors if algo.symmetry == "augment" else None, acting, critic)
+    augment = MirrorAugmentation(mirrors if algo.symmetry == "augment" else None, teacher, critic)
     mirror = MirrorLoss(teacher, mirrors, symmetry_coeff=algo.symmetry_coeff) if algo.symmetry == "loss" else None
 
     frames = cfg.env.num_envs * algo.steps_per_env
@@ -125,6 +125,9 @@ def main(argv=None):
             rma_composition(acting).use_history(deployed)
             rollout = next(rollouts)
             gae(rollout)
+            # What has acted read estimates: the KL divergence is to tell how far the update moves the teacher.
+            with torch.no_grad():
+                rollout.update(teacher.get_dist_params(rollout.select(*teacher.in_keys)).select("loc", "scale"))
             data, metrics, imitated = augment(rollout.exclude("next", "collector").reshape(-1)), [], []
             for batch in minibatches(data):
                 losses = loss(batch)

@@ -90,8 +90,9 @@ class RMAConfig(PPOSettings):
             text = " | ".join(f"{name} {width}" for name, width in widths.items())
             if published.get(group) != sum(widths.values()):
                 raise ValueError(
-                    f"algorithm.actor_groups is the one group {group!r}, expected to be {sum(widths.values())} wide, laid out as {text}; groups of this environment: {dict(published)}. Set algorithm.widths to "
-                    "the environment's layout, or name the groups of the parts."
+                    f"algorithm.actor_groups is the one group {group!r}, expected to be {sum(widths.values())} wide, "
+                    f"laid out as {text}; groups of this environment: {dict(published)}. Set algorithm.widths to the "
+                    "environment's layout, or name the groups of the parts."
                 )
             return widths, group
         if self.actor_groups is None:

@@ -15,14 +15,15 @@ from edenrl.envs.tensor_state import TensorStateEnv
 __all__ = ["HiddenPointMass"]
 
 _DT = 0.05  # s
-_DAMPING = 0.5  # kg/s
+_DAMPING = 1.0  # kg/s
 _MASS = (0.5, 2.0)  # kg
-_GAIN = (2.0, 8.0)  # N at full action
+_GAIN = (1.0, 4.0)  # N at full action
 _MAX_DELAY = 3  # steps
 _RADIUS = 0.5  # m
-_TURN_RATE = (1.0, 2.0)  # rad/s
+_TURN_RATE = (0.5, 1.0)  # rad/s
 _VELOCITY_NOISE = 0.1  # m/s
 _WIDTH = 0.1  # m
+_ARENA = 1.0  # m
 _PROP, _FRAMES = 8, 10
 
 
@@ -160,14 +161,16 @@ class HiddenPointMass(TensorStateEnv):
         applied = state["actions"].take_along_dim(state["delay"][..., None], 1).squeeze(1)
         force = state["gain"] * applied - _DAMPING * state["velocity"]
         state["velocity"] = state["velocity"] + _DT * force / state["mass"]
-        state["position"] = state["position"] + _DT * state["velocity"]
+        free = state["position"] + _DT * state["velocity"]
+        state["position"] = free.clamp(-_ARENA, _ARENA)
+        state["velocity"] = torch.where(free == state["position"], state["velocity"], 0.0)
         state["angle"] = state["angle"] + _DT * state["turn_rate"]
         distance = torch.linalg.vector_norm(_on_circle(state["angle"]) - state["position"], dim=-1, keepdim=True)
         state["distance"] = state["distance"] + distance
         state["steps"] = state["steps"] + 1
         state["history"] = torch.cat([state["history"][:, 1:], self._frame(state)[:, None]], 1)
         self._state = state
-        return self._observe().set("reward", torch.exp(-(distance / _WIDTH).square()))
+        return self._observe().set("reward", 1.0 / (1.0 + (distance / _WIDTH).square()))
 
     def policy_contract(self) -> dict[str, Any]:
         """What a deployed policy must know, for ``edenrl.export``: terms, layout of the history, actions, rate."""
