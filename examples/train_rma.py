@@ -41,8 +41,15 @@ class Train(RunConfig):
 
 def make_policy(cfg, env):
     """The deployed policy of a new actor; evaluation rebuilds it from a run's config.json with this."""
+    action = env.action_spec_unbatched
+    if cfg.env.action_mode == "squash" or len(action.shape) != 1 or not action.dtype.is_floating_point:
+        raise ValueError(
+            f"RMA's actor is an unsquashed Gaussian; got env.action_mode {cfg.env.action_mode!r} and actions of shape "
+            f"{tuple(action.shape)}, {action.dtype}. Use continuous actions that are clipped; --algorithm.tanh True "
+            "bounds their mean."
+        )
     widths, keys = cfg.algorithm.layout(observation_groups(env.observation_spec))
-    actor = RMAActor(widths, env.action_spec_unbatched.shape[-1], **cfg.algorithm.network_options())
+    actor = RMAActor(widths, action.shape[-1], **cfg.algorithm.network_options())
     return rma_policy(actor, keys, latent="history", estimated=True)
 
 
