@@ -33,8 +33,8 @@ PRESETS = {"HiddenPointMass": HIDDEN_POINT_MASS_RMA, "QuadrupedTerrain": QUADRUP
 class Train(RunConfig):
     """Rapid motor adaptation; a table of metrics, checkpoints and a config.json end up in the run directory."""
 
-    env: EnvConfig = Field(default_factory=lambda: EnvConfig(name="HiddenPointMass"))
-    """The environment."""
+    env: EnvConfig = EnvConfig(name="HiddenPointMass")
+    """Environment."""
     algorithm: RMAConfig = Field(default_factory=RMAConfig)
     """RMA."""
 
@@ -57,12 +57,8 @@ def main(argv=None):
     teacher = rma_policy(net.actor, net.source)
     acting = rma_policy(net.actor, net.source, latent="switched", estimated=algo.train_with_estimated_states).to(device)
     privileged = tuple(dict.fromkeys(key for name, key in net.keys.items() if name != "history" or net.flat))
-    critic = value_critic(
-        observation_groups(env.observation_spec, algo.critic_groups or privileged),
-        hidden=algo.critic_hidden,
-        activation=algo.activation,
-        normalize=algo.normalize_observations,
-    ).to(device)
+    critic_groups = observation_groups(env.observation_spec, algo.critic_groups or privileged)
+    critic = value_critic(critic_groups, **algo.critic_options()).to(device)
 
     whole = algo.normalize_advantage == "rollout"
     gae = GAE(gamma=algo.gamma, lmbda=algo.lmbda, value_network=critic, average_gae=whole)

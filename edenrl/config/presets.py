@@ -67,7 +67,7 @@ QUADRUPED_TERRAIN_RMA: dict[str, Any] = QUADRUPED_TERRAIN | {
 """RMA on the courses, with networks for a CPU."""
 
 HIDDEN_POINT_MASS_RMA: dict[str, Any] = {
-    "total_frames": 300_000,
+    "total_frames": 500_000,
     "env": {"num_envs": 128},
     "algorithm": {
         "actor_hidden": (64, 64),
@@ -82,7 +82,7 @@ HIDDEN_POINT_MASS_RMA: dict[str, Any] = {
         "entropy_coeff": 0.0,
         "init_std": 0.5,
         "dagger_update_freq": 3,
-        "priv_reg_begin": 30,
+        "priv_reg_begin": 80,
         "priv_reg_length": 40,
         "clip_value": False,
     },

@@ -136,6 +136,14 @@ class RMAConfig(PPOSettings):
             "init_std": self.init_std,
         }
 
+    def critic_options(self) -> dict[str, Any]:
+        """Options of ``edenrl.modules.value_critic``."""
+        return {
+            "hidden": self.critic_hidden,
+            "activation": self.activation,
+            "normalize": self.normalize_observations,
+        }
+
     def loss_options(self) -> dict[str, Any]:
         """Options of ``edenrl.objectives.RMALoss`` that are those of PPO."""
         names = ("clip_epsilon", "entropy_coeff", "critic_coeff", "clip_value", "action_bound_coeff")

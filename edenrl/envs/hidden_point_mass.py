@@ -37,8 +37,9 @@ class HiddenPointMass(TensorStateEnv):
     p <- clamp(p + v dt, -1, 1)      (v is 0 along an axis that is stopped)
     ```
 
-    Drawn for every episode: ``mass`` in [0.5, 2] kg and the ``gain`` of each axis in [1, 4] N, log-uniform, and a
-    ``delay`` of 0 to 3 steps; the target's turn rate, 0.5 to 1 rad/s in either direction, and its first angle. The
+    Drawn for every episode: ``mass`` in [0.5, 2] kg and the ``gain`` of each axis of magnitude 1 to 4 N, log-uniform,
+    both gains with one sign (the motors may be wired the other way round), and a ``delay`` of 0 to 3 steps; the
+    target's turn rate, 0.5 to 1 rad/s in either direction, and its first angle. The
     point starts at rest, within 0.2 m of the target along each axis. The reward of a step is
     ``1 / (1 + (distance / 0.1)^2)``. Episodes end by truncation only.
 
@@ -48,7 +49,7 @@ class HiddenPointMass(TensorStateEnv):
     |---|---|---|
     | ``prop`` | ``[N, 8]`` | target less position 2, measured velocity 2 (noise of 0.1 m/s), target's velocity 2, last action 2 |
     | ``priv_explicit`` | ``[N, 2]`` | true velocity |
-    | ``priv_latent`` | ``[N, 4]`` | log2 of the mass and of both gains, delay / 3 |
+    | ``priv_latent`` | ``[N, 4]`` | log2 of the mass, gains / 2 N, delay / 3 |
     | ``prop_history`` | ``[N, 80]`` | the last 10 frames of prop, oldest first; the first frame of an episode fills it |
     | ``metrics`` | | ``tracking_error``, the mean distance in this episode, ``[N, 1]`` |
 
@@ -99,15 +100,15 @@ class HiddenPointMass(TensorStateEnv):
         self.done_spec = self._done_flags()
 
     def _draw_state(self) -> dict[str, Tensor]:
-        either = self._uniform(-1.0, 1.0, 1).sign()
+        either = self._uniform(-1.0, 1.0, 2).sign()
         angle = self._uniform(0.0, 2 * math.pi, 1)
         delay = self._uniform(0.0, 1.0, 1).mul(_MAX_DELAY + 1).floor().clamp(max=_MAX_DELAY)
         zero = torch.zeros(self.num_envs, 2, dtype=self._float, device=self.device)
         state = {
             "mass": self._uniform(math.log(_MASS[0]), math.log(_MASS[1]), 1).exp(),
-            "gain": self._uniform(*map(math.log, _GAIN), 2).exp(),
+            "gain": self._uniform(math.log(_GAIN[0]), math.log(_GAIN[1]), 2).exp() * either[:, :1],
             "delay": delay.to(torch.int64),
-            "turn_rate": self._uniform(*_TURN_RATE, 1) * either,
+            "turn_rate": self._uniform(*_TURN_RATE, 1) * either[:, 1:],
             "angle": angle,
             "position": _on_circle(angle) + self._uniform(-0.2, 0.2, 2),
             "velocity": zero,
@@ -135,7 +136,7 @@ class HiddenPointMass(TensorStateEnv):
     def _observe(self) -> TensorDict:
         """Pack the state into fresh tensors."""
         state = self._state
-        latent = torch.cat([state["mass"].log2(), state["gain"].log2(), state["delay"] / _MAX_DELAY], -1)
+        latent = torch.cat([state["mass"].log2(), state["gain"] / 2.0, state["delay"] / _MAX_DELAY], -1)
         history, shown = state["history"].flatten(1), 0.0 if self.hidden else 1.0
         truncated = state["steps"] >= self.max_steps
         error = state["distance"].detach() / state["steps"].clamp_min(1)

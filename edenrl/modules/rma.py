@@ -31,10 +31,11 @@ def _mlp(in_features: int, widths: Sequence[int], last: type[nn.Module] | None) 
     """Linear layers with ELU between them; ``last`` follows the last one."""
     layers: list[nn.Module] = []
     for i, width in enumerate(widths):
-        layers.append(nn.Linear(in_features, width))
-        nn.init.orthogonal_(layers[-1].weight, math.sqrt(2))
-        nn.init.zeros_(layers[-1].bias)
-        layers += [nn.ELU()] if i < len(widths) - 1 else [] if last is None else [last()]
+        linear = nn.Linear(in_features, width)
+        nn.init.orthogonal_(linear.weight, math.sqrt(2))
+        nn.init.zeros_(linear.bias)
+        activation = nn.ELU if i < len(widths) - 1 else last
+        layers += [linear] if activation is None else [linear, activation()]
         in_features = width
     return nn.Sequential(*layers)
 
