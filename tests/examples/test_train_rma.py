@@ -70,7 +70,7 @@ class Flat(HiddenPointMass):
     """HiddenPointMass with all parts in one group, and their mirror image along x."""
 
     mirrors = {
-        "policy": SignedPermutation(range(94), [-1, 1] * 4 + [-1, 1] + [1] * 4 + [-1, 1] * 40),
+        "policy": SignedPermutation(range(96), [-1, 1] * 5 + [1] * 3 + [-1, 1] + [1] + [-1, 1] * 40),
         "action": SignedPermutation(range(2), [-1, 1]),
     }
 
@@ -78,7 +78,7 @@ class Flat(HiddenPointMass):
         super().__init__(num_envs, **kwargs)
         for name in ("prop", "priv_explicit", "priv_latent", "prop_history"):
             del self.observation_spec[name]
-        self.observation_spec["policy"] = self._columns(94)
+        self.observation_spec["policy"] = self._columns(96)
 
     def _observe(self):
         td = super()._observe()
@@ -89,7 +89,7 @@ class Flat(HiddenPointMass):
 FLAT = [
     "--env.name=Flat",
     "--algorithm.actor_groups=policy",
-    '--algorithm.widths={"prop": 8, "priv_explicit": 2, "priv_latent": 4, "history": 80}',
+    '--algorithm.widths={"prop": 8, "priv_explicit": 2, "priv_latent": 6, "history": 80}',
 ]
 
 
@@ -180,7 +180,7 @@ def test_the_run_keeps_evaluates_and_exports_the_deployed_policy(whole, capsys, 
     net = rma_composition(policy)
     assert net.latent == "history" and net.estimated
     spec = PolicySpec.model_validate_json((whole / "policy" / "policy_spec.json").read_text())
-    assert [group.name for group in spec.observations.groups] == ["prop", "prop_history"]
+    assert [group.key for group in spec.observations] == ["prop", "prop_history"]
     assert spec.model.verification is not None
     monkeypatch.setitem(sys.modules, "train_rma", train_rma)
     capsys.readouterr()
@@ -194,7 +194,7 @@ def test_the_robot_trains_and_exports(tmp_path, monkeypatch):
     flags += ["--algorithm.scan_hidden=8,4", '--env.kwargs.kinds=["rough"]']
     train(tmp_path / "run", 3, *flags, "--export")
     spec = PolicySpec.model_validate_json((tmp_path / "run" / "policy" / "policy_spec.json").read_text())
-    assert [group.name for group in spec.observations.groups] == ["prop", "scan", "prop_history"]
+    assert [group.key for group in spec.observations] == ["prop", "scan", "prop_history"]
 
 
 # Mistakes -------------------------------------------------------------------------------------------------------------
@@ -212,7 +212,7 @@ def test_the_robot_trains_and_exports(tmp_path, monkeypatch):
         (["--env.action_mode=squash"], "unsquashed Gaussian; got env.action_mode 'squash'"),
         (["--algorithm.symmetry=augment"], "Symmetry needs a mirror for ['prop'"),
         (["--algorithm.symmetry=loss"], "MirrorLoss needs a mirror for ['prop'"),
-        (["--algorithm.dagger_update_freq=0"], "algorithm.dagger_update_freq = 0"),
+        (["--algorithm.dagger_update_freq=0"], "algorithm.dagger_update_freq = '0'"),
         (["--algorithm.priv_hidden=[]"], "algorithm.priv_hidden"),
         (["--algorithm.widths.props=8"], "widths names ['props']; expected prop, scan"),
     ],
