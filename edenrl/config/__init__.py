@@ -13,8 +13,17 @@ from edenrl.config.flashsac import FLASHSAC_PROFILES, FlashSACConfig, FlashSACRu
 from edenrl.config.grpo import GRPOConfig
 from edenrl.config.him import HIMConfig
 from edenrl.config.ppo import PPOConfig
-from edenrl.config.presets import QUADRUPED, QUADRUPED_HIM, QUADRUPED_STYLE, QUADRUPED_TERRAIN, with_groups
+from edenrl.config.presets import (
+    HIDDEN_POINT_MASS_RMA,
+    QUADRUPED,
+    QUADRUPED_HIM,
+    QUADRUPED_STYLE,
+    QUADRUPED_TERRAIN,
+    QUADRUPED_TERRAIN_RMA,
+    with_groups,
+)
 from edenrl.config.resume import refuse_changes
+from edenrl.config.rma import RMAConfig
 from edenrl.config.run import CheckpointConfig, EnvConfig, EvaluationConfig, LoggerConfig, RunConfig
 from edenrl.config.simba import SimbaPPOConfig
 
@@ -22,11 +31,13 @@ __all__ = [
     "AMPConfig",
     "APGConfig",
     "FLASHSAC_PROFILES",
+    "HIDDEN_POINT_MASS_RMA",
     "QUADRUPED",
     "QUADRUPED_STYLE",
     "QUADRUPED_HIM",
     "QUADRUPED_TERRAIN",
     "CMDPConfig",
+    "QUADRUPED_TERRAIN_RMA",
     "CheckpointConfig",
     "Config",
     "EnvConfig",
@@ -37,6 +48,7 @@ __all__ = [
     "HIMConfig",
     "LoggerConfig",
     "PPOConfig",
+    "RMAConfig",
     "RunConfig",
     "SimbaPPOConfig",
     "load_config",

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["QUADRUPED", "QUADRUPED_HIM", "QUADRUPED_STYLE", "QUADRUPED_TERRAIN", "with_groups"]
+__all__ = [
+    "HIDDEN_POINT_MASS_RMA",
+    "QUADRUPED",
+    "QUADRUPED_HIM",
+    "QUADRUPED_STYLE",
+    "QUADRUPED_TERRAIN",
+    "QUADRUPED_TERRAIN_RMA",
+    "with_groups",
+]
 
 _SMALL = {"actor_hidden": (64, 64), "critic_hidden": (64, 64)}
 
@@ -76,6 +84,54 @@ QUADRUPED_STYLE: dict[str, Any] = QUADRUPED | {
     "evaluation": {"num_episodes": 64, "metric": "updates"},
 }
 """Velocity commands on flat ground, for constrained PPO: tracking against energy and smoothness."""
+
+QUADRUPED_TERRAIN_RMA: dict[str, Any] = QUADRUPED_TERRAIN | {
+    "env": {"num_envs": 64, "kwargs": {"groups": _RMA_GROUPS}},
+    "algorithm": {
+        "actor_hidden": (128, 64),
+        "critic_hidden": (128, 64),
+        "scan_hidden": (64, 32),
+        "priv_hidden": (32, 16),
+        "estimator_hidden": (64, 32),
+        "symmetry": "augment",
+        "steps_per_env": 24,
+        "num_minibatches": 2,
+        "lr": 1e-3,
+        "desired_kl": 0.02,
+        "estimator_lr": 1e-3,
+        "entropy_coeff": 0.0,
+        "init_std": 0.8,
+        "dagger_update_freq": 10,
+        "priv_reg_begin": 500,
+        "priv_reg_length": 1000,
+    },
+}
+"""RMA on the courses, with networks for a CPU."""
+
+HIDDEN_POINT_MASS_RMA: dict[str, Any] = {
+    "total_frames": 450_000,
+    "env": {"num_envs": 128},
+    "algorithm": {
+        "actor_hidden": (64, 64),
+        "critic_hidden": (64, 64),
+        "priv_hidden": (32, 8),
+        "estimator_hidden": (32,),
+        "steps_per_env": 32,
+        "num_minibatches": 4,
+        "lr": 1e-3,
+        "estimator_lr": 1e-3,
+        "desired_kl": 0.02,
+        "entropy_coeff": 0.0,
+        "init_std": 0.5,
+        "dagger_update_freq": 3,
+        "priv_reg_begin": 90,
+        "priv_reg_length": 50,
+        "priv_reg_end": 0.02,
+        "clip_value": False,
+    },
+    "evaluation": {"num_episodes": 128},
+}
+"""RMA on a point whose dynamics are hidden."""
 
 
 def with_groups(preset: Mapping[str, Any], *groups: str) -> dict[str, Any]:

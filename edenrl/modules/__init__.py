@@ -28,6 +28,14 @@ from edenrl.modules.flashsac import (
 from edenrl.modules.him import HIMActor, HIMEstimator, HIMLayout, him_actor, sinkhorn
 from edenrl.modules.moments import merge_moments, several_processes
 from edenrl.modules.normalization import RunningNorm
+from edenrl.modules.rma import (
+    RMA_CHUNKS,
+    HistoryEncoder,
+    RMAActor,
+    RMAComposition,
+    rma_composition,
+    rma_policy,
+)
 from edenrl.modules.simba import (
     GaussianSimBa,
     GroupEncoder,
@@ -56,7 +64,11 @@ __all__ = [
     "HIMActor",
     "HIMEstimator",
     "HIMLayout",
+    "HistoryEncoder",
     "HyperDense",
+    "RMAActor",
+    "RMAComposition",
+    "RMA_CHUNKS",
     "RunningNorm",
     "SaturationWatch",
     "Scaler",
@@ -81,6 +93,8 @@ __all__ = [
     "post_step_hook",
     "project_",
     "project_unit_norms_",
+    "rma_composition",
+    "rma_policy",
     "several_processes",
     "simba_actor",
     "simba_critic",
