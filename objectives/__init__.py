@@ -1,6 +1,7 @@
 """Losses and advantage estimators, one file per algorithm."""
 
 from edenrl.objectives.apg import APGLoss
+from edenrl.objectives.distillation import DepthDistillationLoss
 from edenrl.objectives.gae import GAE
 from edenrl.objectives.grpo import GroupRelativeAdvantage, GRPOLoss
 from edenrl.objectives.ppo import PPOLoss, gaussian_kl
@@ -8,6 +9,7 @@ from edenrl.objectives.registry import make_loss, register_loss, registered_loss
 
 __all__ = [
     "APGLoss",
+    "DepthDistillationLoss",
     "GAE",
     "GRPOLoss",
     "GroupRelativeAdvantage",
@@ -19,5 +21,6 @@ __all__ = [
 ]
 
 register_loss("APG", APGLoss, override=True)
+register_loss("DepthDistillation", DepthDistillationLoss, override=True)
 register_loss("GRPO", GRPOLoss, override=True)
 register_loss("PPO", PPOLoss, override=True)

@@ -11,6 +11,15 @@ from edenrl.modules.actor_critic import (
     update_normalization,
     value_critic,
 )
+from edenrl.modules.depth import (
+    DEPTH_STATES,
+    DepthBackbone,
+    DepthEncoder,
+    DepthPolicy,
+    DepthRefresh,
+    DepthStudent,
+    require_depth_interval,
+)
 from edenrl.modules.moments import merge_moments, several_processes
 from edenrl.modules.normalization import RunningNorm
 from edenrl.modules.rma import (
@@ -36,6 +45,12 @@ from edenrl.modules.simba import (
 from edenrl.modules.symmetry import MirrorAugmentation, SignedPermutation
 
 __all__ = [
+    "DEPTH_STATES",
+    "DepthBackbone",
+    "DepthEncoder",
+    "DepthPolicy",
+    "DepthRefresh",
+    "DepthStudent",
     "GaussianMLP",
     "GaussianSimBa",
     "GroupEncoder",
