@@ -7,6 +7,7 @@ given and what to change. This package does not import torch.
 from edenrl.config.apg import APGConfig
 from edenrl.config.base import Config
 from edenrl.config.cli import load_config, parse_cli, read_config, save_config
+from edenrl.config.distill import DepthDistillationConfig
 from edenrl.config.grpo import GRPOConfig
 from edenrl.config.ppo import PPOConfig
 from edenrl.config.presets import QUADRUPED, QUADRUPED_TERRAIN
@@ -20,6 +21,7 @@ __all__ = [
     "QUADRUPED_TERRAIN",
     "CheckpointConfig",
     "Config",
+    "DepthDistillationConfig",
     "EnvConfig",
     "EvaluationConfig",
     "GRPOConfig",
