@@ -4,8 +4,10 @@ from edenrl.objectives.apg import APGLoss
 from edenrl.objectives.distillation import DepthDistillationLoss
 from edenrl.objectives.gae import GAE
 from edenrl.objectives.grpo import GroupRelativeAdvantage, GRPOLoss
+from edenrl.objectives.mirror import MirrorLoss
 from edenrl.objectives.ppo import PPOLoss, gaussian_kl
 from edenrl.objectives.registry import make_loss, register_loss, registered_losses
+from edenrl.objectives.rma import LinearRamp, RMADaggerLoss, RMALoss
 
 __all__ = [
     "APGLoss",
@@ -13,7 +15,11 @@ __all__ = [
     "GAE",
     "GRPOLoss",
     "GroupRelativeAdvantage",
+    "LinearRamp",
+    "MirrorLoss",
     "PPOLoss",
+    "RMADaggerLoss",
+    "RMALoss",
     "gaussian_kl",
     "make_loss",
     "register_loss",
@@ -23,4 +29,7 @@ __all__ = [
 register_loss("APG", APGLoss, override=True)
 register_loss("DepthDistillation", DepthDistillationLoss, override=True)
 register_loss("GRPO", GRPOLoss, override=True)
+register_loss("Mirror", MirrorLoss, override=True)
 register_loss("PPO", PPOLoss, override=True)
+register_loss("RMA", RMALoss, override=True)
+register_loss("RMADagger", RMADaggerLoss, override=True)

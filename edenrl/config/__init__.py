@@ -10,15 +10,18 @@ from edenrl.config.cli import load_config, parse_cli, read_config, save_config
 from edenrl.config.distill import DepthDistillationConfig
 from edenrl.config.grpo import GRPOConfig
 from edenrl.config.ppo import PPOConfig
-from edenrl.config.presets import QUADRUPED, QUADRUPED_TERRAIN
+from edenrl.config.presets import HIDDEN_POINT_MASS_RMA, QUADRUPED, QUADRUPED_TERRAIN, QUADRUPED_TERRAIN_RMA
 from edenrl.config.resume import refuse_changes
+from edenrl.config.rma import RMAConfig
 from edenrl.config.run import CheckpointConfig, EnvConfig, EvaluationConfig, LoggerConfig, RunConfig
 from edenrl.config.simba import SimbaPPOConfig
 
 __all__ = [
     "APGConfig",
+    "HIDDEN_POINT_MASS_RMA",
     "QUADRUPED",
     "QUADRUPED_TERRAIN",
+    "QUADRUPED_TERRAIN_RMA",
     "CheckpointConfig",
     "Config",
     "DepthDistillationConfig",
@@ -27,6 +30,7 @@ __all__ = [
     "GRPOConfig",
     "LoggerConfig",
     "PPOConfig",
+    "RMAConfig",
     "RunConfig",
     "SimbaPPOConfig",
     "load_config",

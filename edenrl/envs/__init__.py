@@ -4,6 +4,7 @@ from edenrl.envs.cart_pole import CartPoleSwingUp
 from edenrl.envs.differentiable import DifferentiableEnv, RolloutPlan, ScheduledEnv
 from edenrl.envs.groups import SameStateGroups, assert_same_start, repeat_in_groups, set_group_size
 from edenrl.envs.gym import GymVectorEnv, make_gym_env
+from edenrl.envs.hidden_point_mass import HiddenPointMass
 from edenrl.envs.learning_env import DifferentiableVecEnv, LearningEnvAdapter, LearningVecEnv
 from edenrl.envs.point_mass import PointMass
 from edenrl.envs.quadruped import Quadruped, QuadrupedTerrain
@@ -30,6 +31,7 @@ __all__ = [
     "FillFinalObservation",
     "FreshTensors",
     "GymVectorEnv",
+    "HiddenPointMass",
     "LearningEnvAdapter",
     "LearningVecEnv",
     "PointMass",
@@ -55,6 +57,7 @@ __all__ = [
 ]
 
 register_env("PointMass", PointMass, override=True)
+register_env("HiddenPointMass", HiddenPointMass, override=True)
 register_env("CartPoleSwingUp", CartPoleSwingUp, override=True)
 register_env("Quadruped", Quadruped, override=True)
 register_env("QuadrupedTerrain", QuadrupedTerrain, override=True)

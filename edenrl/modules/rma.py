@@ -118,7 +118,8 @@ class RMAActor(nn.Module):
         >>> loc, scale = actor(**chunks)
         >>> loc.shape
         torch.Size([7, 4])
-        >>> loc, scale = actor(chunks["prop"], chunks["scan"], history=chunks["history"], latent="history", estimated=True)
+        >>> deployed = dict(latent="history", estimated=True)
+        >>> loc, scale = actor(chunks["prop"], chunks["scan"], history=chunks["history"], **deployed)
     """
 
     def __init__(
@@ -154,7 +155,7 @@ class RMAActor(nn.Module):
         priv_latent: Tensor | None = None,
         history: Tensor | None = None,
         *,
-        latent: Literal["privileged", "history"] = "privileged",
+        latent: Literal["privileged", "history"] | Tensor = "privileged",
         estimated: bool = False,
         scan_latent: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
@@ -166,26 +167,25 @@ class RMAActor(nn.Module):
             priv_explicit: quantities that the estimator predicts; not read when ``estimated``.
             priv_latent: what the privileged encoder reads; not read with the history's latent.
             history: the last frames of ``prop``; not read with the privileged latent.
-            latent: which encoder's latent the backbone reads.
+            latent: which encoder's latent the backbone reads, or a latent, ``(*batch, priv_hidden[-1])``.
             estimated: whether the estimator's prediction replaces ``priv_explicit``.
             scan_latent: takes the place of the scan encoder's output, ``(*batch, scan_hidden[-1])``.
         """
-        encoded = self.encode(priv_latent=priv_latent, history=history, latent=latent)
-        explicit = self.estimator(prop).detach() if estimated else _given("priv_explicit", priv_explicit)
-        parts = [prop, explicit, encoded]
+        if not isinstance(latent, Tensor):
+            latent = self.encode(latent, priv_latent=priv_latent, history=history)
         if scan_latent is None and self.scan_encoder is not None:
             scan_latent = self.scan_encoder(_given("scan", scan))
-        if scan_latent is not None:
-            parts.insert(1, scan_latent)
+        explicit = self.estimator(prop).detach() if estimated else _given("priv_explicit", priv_explicit)
+        parts = [prop, explicit, latent] if scan_latent is None else [prop, scan_latent, explicit, latent]
         loc, std = self.backbone(torch.cat(parts, -1)), self.std()
         return loc.to(std.dtype), std.expand_as(loc)
 
     def encode(
         self,
+        latent: Literal["privileged", "history"],
         *,
         priv_latent: Tensor | None = None,
         history: Tensor | None = None,
-        latent: Literal["privileged", "history"] = "privileged",
     ) -> Tensor:
         """The privileged latent of ``priv_latent`` or the history latent of ``history``, ``(*batch, latent)``."""
         if latent == "privileged":
@@ -220,18 +220,18 @@ def _check_widths(widths: Mapping[str, int]) -> dict[str, int]:
 
 
 class RMAComposition(nn.Module):
-    """One way of running an ``RMAActor``, and where in a TensorDict its chunks are; weights are the actor's.
+    """One way of running an ``RMAActor``, and where in a TensorDict its chunks are; all weights are the actor's.
 
-    Made by ``rma_policy``. Its inputs are the values of ``in_keys``.
+    Made by ``rma_policy``. Its inputs are the entries of ``in_keys``.
 
     Args:
         actor: the actor.
         keys: the key of every chunk, or one key that holds all of them, laid out as ``RMA_CHUNKS``.
-        latent: "privileged" or "history".
+        latent: "privileged", "history", or "switched": one of the two, as ``use_history`` says.
         estimated: whether the estimator's prediction replaces ``priv_explicit``.
 
     Raises:
-        ValueError: if a chunk has no key.
+        ValueError: for a key of a chunk that the actor does not read; in ``forward`` for widths that do not fit.
 
     Examples:
         >>> widths = dict(prop=6, priv_explicit=3, priv_latent=5, history=60)
@@ -242,65 +242,92 @@ class RMAComposition(nn.Module):
         torch.Size([7, 4])
     """
 
+    switch: Tensor
+
     def __init__(
         self,
         actor: RMAActor,
         keys: Mapping[str, NestedKey] | NestedKey | None = None,
         *,
-        latent: Literal["privileged", "history"] = "privileged",
+        latent: Literal["privileged", "history", "switched"] = "privileged",
         estimated: bool = False,
     ) -> None:
         super().__init__()
         self.actor, self.latent, self.estimated = actor, latent, estimated
         present = [name for name, width in actor.widths.items() if width]
-        self.keys: dict[str, NestedKey] = {}
-        self.flat: NestedKey | None = None
+        self.flat = keys if isinstance(keys, str | tuple) else None
         if keys is None or isinstance(keys, Mapping):
-            default: dict[str, NestedKey] = {**dict(zip(present, present, strict=True)), "history": "prop_history"}
-            given = {**default, **(keys or {})}
+            given: dict[str, NestedKey] = {
+                **{name: name for name in present},
+                "history": "prop_history",
+                **(keys or {}),
+            }
             if unknown := set(given) - set(present):
                 raise ValueError(f"keys names {sorted(unknown)}; this actor reads {present}.")
             self.keys = {name: given[name] for name in present}
         else:
-            self.flat = keys
-        unread = {"priv_explicit" if estimated else "", "history" if latent == "privileged" else "priv_latent"}
-        self.reads = [name for name in present if name not in unread]
+            self.keys = dict.fromkeys(present, keys)
+        unread = {"privileged": {"history"}, "history": {"priv_latent"}, "switched": set()}[latent]
+        self.reads = [name for name in present if name not in unread | ({"priv_explicit"} if estimated else set())]
+        if latent == "switched":
+            # A buffer: copies of the policy in other processes follow it as they follow the weights.
+            self.register_buffer("switch", torch.tensor(False))
+
+    @property
+    def source(self) -> dict[str, NestedKey] | NestedKey:
+        """Where the chunks are, as ``keys`` were given: by chunk, or the one key of all."""
+        return self.keys if self.flat is None else self.flat
 
     @property
     def in_keys(self) -> list[NestedKey]:
         """The keys that this composition reads."""
-        return [self.keys[name] for name in self.reads] if self.flat is None else [self.flat]
+        return list(dict.fromkeys(self.keys[name] for name in self.reads))
 
-    @property
-    def all_keys(self) -> list[NestedKey]:
-        """The keys of all chunks, also of those that this composition does not read."""
-        return list(self.keys.values()) if self.flat is None else [self.flat]
+    def use_history(self, on: bool) -> None:
+        """Chooses the latent of a "switched" composition: the history's, or (at first) the privileged one."""
+        self.switch.fill_(on)
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Maps the entries of ``in_keys`` to mean and standard deviation."""
-        names = self.reads if self.flat is None else list(self.actor.widths)
-        chunks = dict(zip(names, inputs if self.flat is None else self._split(inputs[0]), strict=True))
-        self._check(chunks)
-        mean, std = self.actor(
-            **{name: chunks[name] for name in self.reads}, latent=self.latent, estimated=self.estimated
-        )
+        """Maps the entries of ``in_keys``, ``(*batch, width)``, to mean and standard deviation."""
+        if self.flat is not None:
+            chunks = self._split(inputs[0])
+        else:
+            chunks = dict(zip(self.reads, inputs, strict=True))
+            self._check(chunks)
+        read = {name: chunks[name] for name in self.reads}
+        latent: Literal["privileged", "history"] | Tensor
+        if self.latent == "switched":
+            of_history = self.actor.encode("history", history=read.pop("history"))
+            latent = torch.where(
+                self.switch, of_history, self.actor.encode("privileged", priv_latent=read.pop("priv_latent"))
+            )
+        else:
+            latent = self.latent
+        mean, std = self.actor(**read, latent=latent, estimated=self.estimated)
         return mean, std
 
-    def chunks(self, tensordict: TensorDictBase) -> dict[str, Tensor]:
-        """All chunks of a TensorDict by name, also those that this composition does not read."""
-        if self.flat is not None:
-            return dict(zip(self.actor.widths, self._split(tensordict.get(self.flat)), strict=True))
-        chunks = {name: tensordict.get(key) for name, key in self.keys.items()}
-        self._check(chunks)
-        return chunks
+    def chunk(self, tensordict: TensorDictBase, name: str, key: NestedKey | None = None) -> Tensor:
+        """One chunk of a TensorDict, also one that this composition does not read.
 
-    def _split(self, flat: Tensor) -> tuple[Tensor, ...]:
-        widths = list(self.actor.widths.values())
-        if flat.shape[-1] != sum(widths):
+        Args:
+            tensordict: the data.
+            name: of ``RMA_CHUNKS``.
+            key: where to find it, unless all chunks lie under one key. Default: as in ``keys``.
+        """
+        if self.flat is not None:
+            return self._split(tensordict.get(self.flat))[name]
+        chunk = tensordict.get(self.keys[name] if key is None else key)
+        self._check({name: chunk})
+        return chunk
+
+    def _split(self, flat: Tensor) -> dict[str, Tensor]:
+        widths = self.actor.widths
+        if flat.shape[-1] != sum(widths.values()):
             raise ValueError(
-                f"{self.flat!r} is {flat.shape[-1]} wide; expected {sum(widths)}, laid out as {self._layout()}."
+                f"{self.flat!r} is {flat.shape[-1]} wide; expected {sum(widths.values())}, laid out as "
+                f"{self._layout()}."
             )
-        return flat.split(widths, -1)
+        return dict(zip(widths, flat.split(list(widths.values()), -1), strict=True))
 
     def _check(self, chunks: Mapping[str, Tensor]) -> None:
         expected = self.actor.widths
@@ -328,7 +355,7 @@ def rma_policy(
     actor: RMAActor,
     keys: Mapping[str, NestedKey] | NestedKey | None = None,
     *,
-    latent: Literal["privileged", "history"] = "privileged",
+    latent: Literal["privileged", "history", "switched"] = "privileged",
     estimated: bool = False,
 ) -> ProbabilisticActor:
     """A policy that runs an ``RMAActor`` in one composition; all compositions share the weights and the state dict.
@@ -340,7 +367,8 @@ def rma_policy(
         actor: the actor.
         keys: where the chunks are: one flat key laid out as ``RMA_CHUNKS``, or the key of every chunk. Default: keys of
             their names, and "prop_history" for the history.
-        latent: "privileged" or "history".
+        latent: "privileged", "history", or "switched" for one that collects with either (see ``RMAComposition``), which
+            has one entry more in its state dict.
         estimated: whether the estimator's prediction replaces ``priv_explicit``.
 
     Examples:

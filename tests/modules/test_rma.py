@@ -8,7 +8,7 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 
-from edenrl.modules import RMA_CHUNKS, HistoryEncoder, RMAActor, RMAComposition, rma_policy
+from edenrl.modules import RMA_CHUNKS, HistoryEncoder, RMAActor, rma_policy
 
 CLOSE = dict(atol=1e-5, rtol=1e-5)
 WIDTHS = dict(prop=6, scan=11, priv_explicit=3, priv_latent=5, history=60)
@@ -62,8 +62,10 @@ def test_latents_and_estimate_equal_the_published_ones(golden):
     actor = reference_actor(golden)
     chunks = chunks_of(golden["obs"], actor.widths)
     torch.testing.assert_close(actor.scan_encoder(chunks["scan"]), golden["scan_latent"], **CLOSE)
-    torch.testing.assert_close(actor.encode(priv_latent=chunks["priv_latent"]), golden["priv_latent"], **CLOSE)
-    history = actor.encode(history=chunks["history"], latent="history")
+    torch.testing.assert_close(
+        actor.encode("privileged", priv_latent=chunks["priv_latent"]), golden["priv_latent"], **CLOSE
+    )
+    history = actor.encode("history", history=chunks["history"])
     torch.testing.assert_close(history, golden["hist_latent"], **CLOSE)
     torch.testing.assert_close(actor.estimator(chunks["prop"]), golden["estimate"], **CLOSE)
 

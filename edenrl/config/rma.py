@@ -1,0 +1,137 @@
+"""Configuration of RMA."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from edenrl.config.base import Count, Groups, NonNegative, Positive, refuse
+from edenrl.config.ppo import PPOSettings
+
+_NAMES = ("prop", "scan", "priv_explicit", "priv_latent", "history")
+
+
+def _robot() -> dict[str, int]:
+    return {"prop": 53, "scan": 132, "priv_explicit": 9, "priv_latent": 29, "history": 530}
+
+
+class RMAConfig(PPOSettings):
+    """RMA: a privileged teacher by PPO, a history encoder by DAgger, an estimator.
+
+    Defaults follow Cheng et al. 2023, "Extreme Parkour with Legged Robots", arXiv:2309.14341.
+    """
+
+    name: Literal["rma"] = "rma"
+    """The algorithm; names the trainer script that rebuilds a run from its config.json."""
+    lr: Positive = 2e-4
+    """Learning rate of actor and critic at the start, and of the history encoder throughout."""
+    estimator_lr: Positive = 1e-4
+    """Learning rate of the estimator."""
+    normalize_observations: bool = False
+    """Normalize the critic's observations by their running mean and variance; the actor's carry fixed scales."""
+    actor_groups: Groups = None
+    """Groups of prop, scan (if there is one), priv_explicit, priv_latent and history, in this order, or one group that
+    holds all of them in this order; None: groups of these names, the history's prop_history."""
+    widths: dict[str, Count] = Field(default_factory=_robot)
+    """Widths of the parts of actor_groups when it is one group."""
+    critic_groups: Groups = None
+    """Observation groups the critic reads, in this order; None: the actor's without the history."""
+    train_with_estimated_states: bool = True
+    """Collect with the estimator's prediction in the place of priv_explicit."""
+    dagger_update_freq: Count = 20
+    """Every so many iterations collect with the history latent, and update the history encoder."""
+    priv_reg_start: NonNegative = 0.0
+    """Weight of the distance between both latents up to update priv_reg_begin."""
+    priv_reg_end: NonNegative = 0.1
+    """Weight of the distance between both latents in the end."""
+    priv_reg_begin: NonNegative = 2000
+    """Updates (of a whole rollout, by PPO or DAgger) before the weight begins to change."""
+    priv_reg_length: Count = 3000
+    """Updates in which it changes."""
+    actor_hidden: tuple[Count, ...] = (512, 256, 128)
+    """Widths of the backbone's hidden layers, as 512,256,128."""
+    scan_hidden: tuple[Count, ...] = Field((128, 64, 32), min_length=1)
+    """Widths of the scan encoder; the last is its latent's."""
+    priv_hidden: tuple[Count, ...] = Field((64, 20), min_length=1)
+    """Widths of the privileged encoder; the last is that of both latents."""
+    estimator_hidden: tuple[Count, ...] = (128, 64)
+    """Widths of the estimator's hidden layers."""
+    critic_hidden: tuple[Count, ...] = (512, 256, 128)
+    """Widths of the critic's hidden layers."""
+    activation: Literal["elu", "relu", "tanh", "silu"] = "elu"
+    """Activation of the critic; the actor's is elu."""
+    tanh: bool = False
+    """Bound the action mean by a tanh."""
+    symmetry: Literal["none", "augment", "loss"] = "none"
+    """Use the environment's mirrors: double every rollout by its mirror image, or penalize asymmetric actions."""
+    symmetry_coeff: NonNegative = 1.0
+    """Weight of that penalty."""
+    optimizer: Literal["adam", "adamw", "sgd", "rmsprop"] = "adam"
+    """Optimizer of all networks."""
+
+    def layout(self, published: Mapping[str, int]) -> tuple[dict[str, int], dict[str, str] | str]:
+        """Widths of the actor's parts, and their groups or the one group of all.
+
+        Args:
+            published: the environment's groups and their widths.
+
+        Raises:
+            ValueError: for a group that the environment lacks or of another width, printing the layout.
+
+        Examples:
+            >>> published = {"prop": 6, "priv_explicit": 3, "priv_latent": 5, "prop_history": 60}
+            >>> RMAConfig().layout(published)[0]
+            {'prop': 6, 'priv_explicit': 3, 'priv_latent': 5, 'history': 60}
+        """
+        if self.actor_groups is not None and len(self.actor_groups) == 1:
+            group, widths = self.actor_groups[0], {name: self.widths[name] for name in _NAMES if name in self.widths}
+            text = " | ".join(f"{name} {width}" for name, width in widths.items())
+            if published.get(group) != sum(widths.values()):
+                raise ValueError(
+                    f"algorithm.actor_groups is the one group {group!r}, expected to be {sum(widths.values())} wide, laid out as {text}; groups of this environment: {dict(published)}. Set algorithm.widths to "
+                    "the environment's layout, or name the groups of the parts."
+                )
+            return widths, group
+        if self.actor_groups is None:
+            names = [name for name in _NAMES if name != "scan" or "scan" in published]
+            groups = [*names[:-1], "prop_history"]
+        else:
+            groups = list(self.actor_groups)
+            names = [name for name in _NAMES if name != "scan" or len(groups) == len(_NAMES)]
+        if missing := [group for group in groups if group not in published]:
+            raise ValueError(
+                f"RMA reads {dict(zip(names, groups, strict=True))}, of which this environment lacks {missing}; its "
+                f"groups are {dict(published)}. Publish them (the quadruped: --env.kwargs.groups), or name others in "
+                "algorithm.actor_groups."
+            )
+        keys = dict(zip(names, groups, strict=True))
+        return {name: published[group] for name, group in keys.items()}, keys
+
+    def network_options(self) -> dict[str, Any]:
+        """Options of ``edenrl.modules.RMAActor``."""
+        return {
+            "hidden": self.actor_hidden,
+            "scan_hidden": self.scan_hidden,
+            "priv_hidden": self.priv_hidden,
+            "estimator_hidden": self.estimator_hidden,
+            "tanh": self.tanh,
+            "init_std": self.init_std,
+        }
+
+    def ramp_options(self) -> dict[str, Any]:
+        """Options of ``edenrl.objectives.LinearRamp``."""
+        names = ("start", "end", "begin", "length")
+        return {name: getattr(self, f"priv_reg_{name}") for name in names}
+
+    @model_validator(mode="after")
+    def _check_groups(self) -> RMAConfig:
+        if self.actor_groups is not None and len(self.actor_groups) not in (1, 4, 5):
+            raise refuse(
+                f"actor_groups names {len(self.actor_groups)} groups {list(self.actor_groups)}; expected those of "
+                f"{', '.join(_NAMES)}, in this order (scan may be left out), or the one that holds all of them"
+            )
+        if unknown := set(self.widths) - set(_NAMES):
+            raise refuse(f"widths names {sorted(unknown)}; expected {', '.join(_NAMES)}")
+        return self

@@ -1,0 +1,191 @@
+"""A 2-D tracking task in pure torch whose dynamics differ from episode to episode and cannot be seen."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+from torchrl.data import Bounded, Composite
+
+from edenrl.envs.tensor_state import TensorStateEnv
+
+__all__ = ["HiddenPointMass"]
+
+_DT = 0.05  # s
+_DAMPING = 0.5  # kg/s
+_MASS = (0.5, 2.0)  # kg
+_GAIN = (2.0, 8.0)  # N at full action
+_MAX_DELAY = 3  # steps
+_RADIUS = 0.5  # m
+_TURN_RATE = (1.0, 2.0)  # rad/s
+_VELOCITY_NOISE = 0.1  # m/s
+_WIDTH = 0.1  # m
+_PROP, _FRAMES = 8, 10
+
+
+class HiddenPointMass(TensorStateEnv):
+    """A point that must follow a target on a circle, with a mass, gains and a delay that are drawn for every episode.
+
+    One control step of ``dt = 0.05`` s, with the action of ``delay`` steps ago and semi-implicit Euler:
+
+    ```
+    v <- v + (gain * clamp(a[t - delay], -1, 1) - 0.5 v) / mass * dt
+    p <- p + v dt
+    ```
+
+    Drawn for every episode: ``mass`` in [0.5, 2] kg, ``gain`` of each axis of magnitude 2 to 8 N and of either sign
+    (a motor may be wired the other way round), ``delay`` of 0 to 3 steps; the target's turn rate, 1 to 2 rad/s in
+    either direction, and its first angle. The point starts at rest within 0.3 m of the target. The reward of a step is
+    ``exp(-(distance / 0.1)^2)``. Episodes end by truncation only.
+
+    Keys, for ``N`` environments (the groups of RMA):
+
+    | group | shape | content |
+    |---|---|---|
+    | ``prop`` | ``[N, 8]`` | target less position 2, measured velocity 2 (noise of 0.1 m/s), target's velocity 2, last action 2 |
+    | ``priv_explicit`` | ``[N, 2]`` | true velocity |
+    | ``priv_latent`` | ``[N, 4]`` | log2 of the mass, gains / 5 N, delay / 3 |
+    | ``prop_history`` | ``[N, 80]`` | the last 10 frames of prop, oldest first; the first frame of an episode fills it |
+    | ``metrics`` | | ``tracking_error``, the mean distance in this episode, ``[N, 1]`` |
+
+    Args:
+        num_envs: Number of environments ``N``, at least 1.
+        device: Device of the states and of the random generator. Default: CPU.
+        hidden: Leave ``priv_latent`` and ``prop_history`` zero: nothing then tells the parameters. Default False.
+        max_steps: Steps until truncation, at least 1. Default 100.
+        seed: Seed of the environment's own generator. Default: drawn from torch's global generator.
+        dtype: Floating-point type of every entry. Default: ``torch.get_default_dtype()``.
+
+    Raises:
+        ValueError: ``num_envs`` or ``max_steps`` is not a whole number of at least 1, or ``dtype`` not a floating-point
+            type.
+
+    Examples:
+        >>> from edenrl.envs import HiddenPointMass
+        >>> data = HiddenPointMass(num_envs=3, seed=0).rollout(5)
+        >>> data["prop_history"].shape
+        torch.Size([3, 5, 80])
+    """  # noqa: E501
+
+    def __init__(
+        self,
+        num_envs: int,
+        *,
+        device: torch.device | str | None = None,
+        hidden: bool = False,
+        max_steps: int = 100,
+        seed: int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.hidden = hidden
+        super().__init__(num_envs, device=device, max_steps=max_steps, seed=seed, dtype=dtype)
+
+    def _make_specs(self) -> None:
+        shape = self.batch_size
+        widths = {"prop": _PROP, "priv_explicit": 2, "priv_latent": 4, "prop_history": _FRAMES * _PROP}
+        metrics = Composite(tracking_error=self._columns(), shape=shape, device=self.device)
+        self.observation_spec = Composite(
+            **{name: self._columns(width) for name, width in widths.items()},
+            metrics=metrics,
+            shape=shape,
+            device=self.device,
+        )
+        self.action_spec = Bounded(-1.0, 1.0, (*shape, 2), device=self.device, dtype=self._float)
+        self.reward_spec = self._columns()
+        self.done_spec = self._done_flags()
+
+    def _draw_state(self) -> dict[str, Tensor]:
+        either = self._uniform(-1.0, 1.0, 3).sign()
+        angle = self._uniform(0.0, 2 * math.pi, 1)
+        delay = self._uniform(0.0, 1.0, 1).mul(_MAX_DELAY + 1).floor().clamp(max=_MAX_DELAY)
+        zero = torch.zeros(self.num_envs, 2, dtype=self._float, device=self.device)
+        state = {
+            "mass": self._uniform(math.log(_MASS[0]), math.log(_MASS[1]), 1).exp(),
+            "gain": self._uniform(*_GAIN, 2) * either[:, :2],
+            "delay": delay.to(torch.int64),
+            "turn_rate": self._uniform(*_TURN_RATE, 1) * either[:, 2:],
+            "angle": angle,
+            "position": _on_circle(angle) + self._uniform(-0.2, 0.2, 2),
+            "velocity": zero,
+            "actions": zero[:, None].repeat(1, _MAX_DELAY + 1, 1),  # newest first
+            "steps": torch.zeros(self.num_envs, 1, dtype=torch.int64, device=self.device),
+            "distance": zero[:, :1],
+        }
+        return state | {"history": self._frame(state)[:, None].repeat(1, _FRAMES, 1)}
+
+    def _frame(self, state: dict[str, Tensor]) -> Tensor:
+        """What can be measured, ``[N, 8]``."""
+        angle = state["angle"]
+        noise = torch.randn(self.num_envs, 2, generator=self._generator, device=self.device, dtype=self._float)
+        towards = torch.cat([-angle.sin(), angle.cos()], -1)
+        return torch.cat(
+            [
+                _on_circle(angle) - state["position"],
+                state["velocity"] + _VELOCITY_NOISE * noise,
+                _RADIUS * state["turn_rate"] * towards,
+                state["actions"][:, 0],
+            ],
+            -1,
+        )
+
+    def _observe(self) -> TensorDict:
+        """Pack the state into fresh tensors."""
+        state = self._state
+        latent = torch.cat([state["mass"].log2(), state["gain"] / 5.0, state["delay"] / _MAX_DELAY], -1)
+        history, shown = state["history"].flatten(1), 0.0 if self.hidden else 1.0
+        truncated = state["steps"] >= self.max_steps
+        error = state["distance"].detach() / state["steps"].clamp_min(1)
+        return TensorDict(
+            {
+                "prop": state["history"][:, -1].clone(),
+                "priv_explicit": state["velocity"].clone(),
+                "priv_latent": shown * latent,
+                "prop_history": shown * history,
+                "metrics": TensorDict({"tracking_error": error}, batch_size=self.batch_size, device=self.device),
+                "done": truncated,
+                "terminated": torch.zeros_like(truncated),
+                "truncated": truncated.clone(),
+            },
+            batch_size=self.batch_size,
+            device=self.device,
+        )
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDict:
+        state = dict(self._state)
+        action = tensordict.get("action").to(self._float).clamp(-1.0, 1.0)
+        state["actions"] = torch.cat([action[:, None], state["actions"][:, :-1]], 1)
+        applied = state["actions"].take_along_dim(state["delay"][..., None], 1).squeeze(1)
+        force = state["gain"] * applied - _DAMPING * state["velocity"]
+        state["velocity"] = state["velocity"] + _DT * force / state["mass"]
+        state["position"] = state["position"] + _DT * state["velocity"]
+        state["angle"] = state["angle"] + _DT * state["turn_rate"]
+        distance = torch.linalg.vector_norm(_on_circle(state["angle"]) - state["position"], dim=-1, keepdim=True)
+        state["distance"] = state["distance"] + distance
+        state["steps"] = state["steps"] + 1
+        state["history"] = torch.cat([state["history"][:, 1:], self._frame(state)[:, None]], 1)
+        self._state = state
+        return self._observe().set("reward", torch.exp(-(distance / _WIDTH).square()))
+
+    def policy_contract(self) -> dict[str, Any]:
+        """What a deployed policy must know, for ``edenrl.export``: terms, layout of the history, actions, rate."""
+        terms = {
+            "target less position": "m",
+            "measured velocity": "m/s",
+            "target's velocity": "m/s",
+            "last action": None,
+        }
+        return {
+            "observations": {
+                "prop": [{"name": name, "width": 2, "unit": unit} for name, unit in terms.items()],
+                "prop_history": [{"name": "frames of prop, oldest first", "width": _FRAMES * _PROP}],
+            },
+            "actions": {"clip": True, "names": ["x", "y"], "meaning": "force, in units that differ between episodes"},
+            "rate": {"control_dt": _DT, "decimation": 1, "sim_dt": _DT},
+        }
+
+
+def _on_circle(angle: Tensor) -> Tensor:
+    return _RADIUS * torch.cat([angle.cos(), angle.sin()], -1)
