@@ -63,19 +63,17 @@ def parse(argv):
 def make_teacher(cfg, env):
     """The teacher as it labels: history latent, true scan and true priv_explicit."""
     algo = RMAConfig.model_validate(cfg.algorithm.teacher)
-    trained = rma_composition(train_rma.make_policy(SimpleNamespace(env=cfg.env, algorithm=algo), env))
-    return rma_policy(trained.actor, trained.keys, latent="history")
+    deployed = rma_composition(train_rma.make_policy(SimpleNamespace(env=cfg.env, algorithm=algo), env))
+    return rma_policy(deployed.actor, deployed.source, latent="history")
 
 
 def make_policy(cfg, env):
-    """An untrained student of the run's architecture."""
+    """An untrained student; evaluation rebuilds it from a run's config.json with this."""
     teacher, algo = rma_composition(make_teacher(cfg, env)), cfg.algorithm
-    actor = teacher.actor
-    image = env.observation_spec["depth"].shape[-2:]
-    latent = actor.backbone[0].in_features - actor.backbone_width
-    encoder = DepthEncoder(actor.widths["prop"], image=image, latent=latent, hidden=algo.depth_hidden)
+    prop, image = teacher.actor.widths["prop"], env.observation_spec["depth"].shape[-2:]
+    encoder = DepthEncoder(prop, image=image, latent=algo.teacher["scan_hidden"][-1], hidden=algo.depth_hidden)
     keys = {name: teacher.keys[name] for name in ("prop", "history")}
-    return DepthPolicy(DepthStudent(actor, encoder), keys, update_interval=algo.update_interval)
+    return DepthPolicy(DepthStudent(teacher.actor, encoder), keys, update_interval=algo.update_interval)
 
 
 def main(argv=None):
