@@ -52,11 +52,9 @@ def parse(argv):
     kwargs = dict(teacher.env.kwargs)
     if "groups" in kwargs:
         kwargs["groups"] = [*kwargs["groups"], *({"depth"} - {*kwargs["groups"]})]
-    preset = own | dict(
-        env=teacher.env.model_dump() | dict(kwargs=kwargs) | own.get("env", {}),
-        algorithm=own.get("algorithm", {}) | dict(teacher=teacher.algorithm.model_dump(mode="json")),
-    )
-    argv = [f"--env.name={teacher.env.name}", f"--algorithm.teacher_run={run}", *argv]
+    preset = own | dict(env=teacher.env.model_dump() | dict(kwargs=kwargs) | own.get("env", {}))
+    settings = f"--algorithm.teacher={teacher.algorithm.model_dump_json()}"
+    argv = [f"--env.name={teacher.env.name}", f"--algorithm.teacher_run={run}", settings, *argv]
     return parse_cli(Train, argv, presets={teacher.env.name: preset})
 
 
@@ -80,14 +78,13 @@ def main(argv=None):
     cfg = parse(argv)
     algo, device = cfg.algorithm, setup(cfg)
     if not algo.teacher:
-        raise ValueError("No teacher was given. Start with distill_rma.py TEACHER_RUN, a run directory of train_rma.py.")
+        raise ValueError(
+            "No teacher was given. Start with distill_rma.py TEACHER_RUN, a run directory of train_rma.py."
+        )
 
     env = build_env(cfg, device)
     teacher, policy = make_teacher(cfg, env).to(device), make_policy(cfg, env).to(device)
     student = policy.module
-    if cfg.resume is None:
-        load_policy_weights(teacher, algo.teacher_run, algo.teacher_checkpoint)
-        student.actor.load_state_dict(rma_composition(teacher).actor.state_dict())
     loss = DepthDistillationLoss(student)
 
     frames = cfg.env.num_envs * algo.steps_per_env
@@ -117,6 +114,9 @@ def main(argv=None):
         frames_per_iteration=frames,
         evaluate=lambda: evaluate_run(cfg, policy, device),
     )
+    if run.checkpoints.latest() is None:  # those of a distillation hold the teacher
+        load_policy_weights(teacher, algo.teacher_run, algo.teacher_checkpoint)
+        student.actor.load_state_dict(rma_composition(teacher).actor.state_dict())
     with run:
         if cfg.resume and cfg.resume_schedule == "restart":
             step.restart_schedule(algo.lr_schedule, algo.lr, run.remaining, **algo.schedule_options())

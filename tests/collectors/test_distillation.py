@@ -75,7 +75,7 @@ def test_it_collects_what_it_says(monkeypatch):
 
 def test_labels_are_the_teachers_own_actions():
     collector, teacher, _ = build()
-    expected, root = [], collector.env.base_env._observe()
+    root = collector.env.base_env._observe()
     with torch.no_grad():
         actor = teacher.module[0].module.actor
         expected = actor(
