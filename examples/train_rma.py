@@ -3,7 +3,7 @@
 python examples/train_rma.py                                  # HiddenPointMass; settings from PRESETS
 python examples/train_rma.py --env.name QuadrupedTerrain
 
-What is evaluated, kept as the best and exported is the deployed policy: no privileged input.
+What is evaluated and exported is the deployed policy, without privileged input.
 """
 
 import torch
@@ -33,8 +33,8 @@ PRESETS = {"HiddenPointMass": HIDDEN_POINT_MASS_RMA, "QuadrupedTerrain": QUADRUP
 class Train(RunConfig):
     """Rapid motor adaptation; a table of metrics, checkpoints and a config.json end up in the run directory."""
 
-    env: EnvConfig = Field(default_factory=lambda: EnvConfig(name="HiddenPointMass"))
-    """The environment."""
+    env: EnvConfig = EnvConfig(name="HiddenPointMass")
+    """Environment."""
     algorithm: RMAConfig = Field(default_factory=RMAConfig)
     """RMA."""
 
@@ -42,7 +42,8 @@ class Train(RunConfig):
 def make_policy(cfg, env):
     """The deployed policy of a new actor; evaluation rebuilds it from a run's config.json with this."""
     widths, keys = cfg.algorithm.layout(observation_groups(env.observation_spec))
-    actor = RMAActor(widths, env.action_spec_unbatched.shape[-1], **cfg.algorithm.network_options())
+    num_actions = cfg.algorithm.num_actions(env.action_spec_unbatched, cfg.env.action_mode)
+    actor = RMAActor(widths, num_actions, **cfg.algorithm.network_options())
     return rma_policy(actor, keys, latent="history", estimated=True)
 
 
@@ -52,99 +53,74 @@ def main(argv=None):
 
     env = build_env(cfg, device)
     policy = make_policy(cfg, env).to(device)  # what will be deployed; the other two share its weights
-    actor, keys = rma_composition(policy).actor, rma_composition(policy).source
-    teacher = rma_policy(actor, keys)
-    acting = rma_policy(actor, keys, latent="switched", estimated=algo.train_with_estimated_states).to(device)
-    groups = algo.critic_groups or tuple(
-        key for name, key in rma_composition(teacher).keys.items() if name != "history"
-    )
-    critic = value_critic(
-        observation_groups(env.observation_spec, groups),
-        hidden=algo.critic_hidden,
-        activation=algo.activation,
-        normalize=algo.normalize_observations,
-    ).to(device)
+    net = rma_composition(policy)
+    teacher = rma_policy(net.actor, net.source)
+    acting = rma_policy(net.actor, net.source, latent="switched", estimated=algo.train_with_estimated_states).to(device)
+    privileged = tuple(dict.fromkeys(key for name, key in net.keys.items() if name != "history" or net.flat))
+    critic_groups = observation_groups(env.observation_spec, algo.critic_groups or privileged)
+    critic = value_critic(critic_groups, **algo.critic_options()).to(device)
 
     whole = algo.normalize_advantage == "rollout"
     gae = GAE(gamma=algo.gamma, lmbda=algo.lmbda, value_network=critic, average_gae=whole)
-    loss = RMALoss(
-        teacher,
-        critic,
-        ramp=LinearRamp(**algo.ramp_options()),
-        clip_epsilon=algo.clip_epsilon,
-        entropy_coeff=algo.entropy_coeff,
-        critic_coeff=algo.critic_coeff,
-        clip_value=algo.clip_value,
-        action_bound_coeff=algo.action_bound_coeff,
-        normalize_advantage=algo.normalize_advantage == "minibatch",
-        functional=False,
-    ).to(device)
+    ramp = LinearRamp(**algo.ramp_options()).to(device)
+    loss = RMALoss(teacher, critic, ramp=ramp, functional=False, **algo.loss_options())
     dagger = RMADaggerLoss(teacher)
     mirrors = getattr(env, "mirrors", {})
-    augment = MirrorAugmentation(mirrors if algo.symmetry == "augment" else None, acting, critic)
+    augment = MirrorAugmentation(mirrors if algo.symmetry == "augment" else None, teacher, critic)
     mirror = MirrorLoss(teacher, mirrors, symmetry_coeff=algo.symmetry_coeff) if algo.symmetry == "loss" else None
 
     frames = cfg.env.num_envs * algo.steps_per_env
     iterations, updates = num_iterations(cfg.total_frames, frames), algo.epochs * algo.num_minibatches
-    train = loss.parameter_groups()
-    optimizers = dict(
-        ppo=make_optimizer(algo.optimizer, train["policy"] + train["critic"], lr=algo.lr),
-        estimator=make_optimizer(algo.optimizer, train["estimator"], lr=algo.estimator_lr),
-    )
-    imitation = make_optimizer(algo.optimizer, dagger.parameter_groups()["history_encoder"], lr=algo.lr)
-    schedule = make_lr_schedule(algo.lr_schedule, optimizers["ppo"], iterations * updates, **algo.schedule_options())
+    trained = {**loss.parameter_groups(), **dagger.parameter_groups()}
+    optimizer = make_optimizer(algo.optimizer, trained["policy"] + trained["critic"], lr=algo.lr)
+    estimation = make_optimizer(algo.optimizer, trained["estimator"], lr=algo.estimator_lr)
+    imitation = make_optimizer(algo.optimizer, trained["history_encoder"], lr=algo.lr)
     options = dict(max_grad_norm=algo.max_grad_norm, on_nonfinite=algo.on_nonfinite)
-    step = GradientStep(loss, optimizers, lr_schedule=schedule, **options)
+    schedule = make_lr_schedule(algo.lr_schedule, optimizer, iterations * updates, **algo.schedule_options())
+    step = GradientStep(loss, dict(ppo=optimizer, estimator=estimation), lr_schedule=schedule, **options)
     imitate = GradientStep(dagger, imitation, **options)
     training_env = wrap_env(env, action_mode=cfg.env.action_mode, reward_scale=cfg.env.reward_scale)
     collector = make_collector(training_env, acting, frames_per_batch=frames, **collector_options(cfg))
+
+    components = dict(policy=policy, critic=critic, ramp=ramp, step=step, imitate=imitate, collector=collector)
+    run = Run(
+        cfg,
+        algo.name,
+        components | dict(optimizer=optimizer, estimation=estimation, imitation=imitation),
+        iterations=iterations,
+        frames_per_iteration=frames,
+        evaluate=lambda: evaluate_run(cfg, policy, device),
+    )
 
     def minibatches(data):
         for _ in range(algo.epochs):
             yield from data[torch.randperm(len(data), device=device)].split(len(data) // algo.num_minibatches)
 
-    components = dict(policy=policy, critic=critic, ramp=loss.ramp, step=step, imitate=imitate, collector=collector)
-    run = Run(
-        cfg,
-        algo.name,
-        {
-            **components,
-            **{f"{name}_optimizer": optimizer for name, optimizer in optimizers.items()},
-            "imitation_optimizer": imitation,
-        },
-        iterations=iterations,
-        frames_per_iteration=frames,
-        evaluate=lambda: evaluate_run(cfg, policy, device),
-    )
     with run:
         if cfg.resume and cfg.resume_schedule == "restart":
             step.restart_schedule(algo.lr_schedule, algo.lr, run.remaining * updates, **algo.schedule_options())
         rollouts = iter(collector)
         for iteration in run:
-            deployed = (iteration + 1) % algo.dagger_update_freq == 0
-            rma_composition(acting).use_history(deployed)
+            by_history = (iteration + 1) % algo.dagger_update_freq == 0
+            rma_composition(acting).use_history(by_history)
             rollout = next(rollouts)
             gae(rollout)
+            # What has acted may read estimates: the KL divergence is to tell how far the update moves the teacher.
+            with torch.no_grad():
+                rollout.update(teacher.get_dist_params(rollout.select(*teacher.in_keys)).select("loc", "scale"))
             data, metrics, imitated = augment(rollout.exclude("next", "collector").reshape(-1)), [], []
             for batch in minibatches(data):
-                losses = loss(batch)
-                if mirror is not None:
-                    losses.update(mirror(batch))
+                losses = loss(batch) if mirror is None else loss(batch).update(mirror(batch))
                 metrics.append({**losses, **step(losses)})
-            loss.ramp.advance()
-            for batch in minibatches(data) if deployed else ():
-                losses = dagger(batch)
-                imitated.append({**losses, "grad_norm_history_encoder": imitate(losses)["grad_norm_history_encoder"]})
-            if deployed:
-                loss.ramp.advance()
+            ramp.advance()
+            if by_history:
+                for batch in minibatches(data):
+                    losses = dagger(batch)
+                    imitated.append({**losses, "grad_norm_history": imitate(losses)["grad_norm_history_encoder"]})
+                ramp.advance()
             update_normalization(critic, rollout)
-            skipped = {"skipped_updates": step.skipped + imitate.skipped}
-            run.log(
-                average(metrics),
-                average(imitated) if deployed else {},
-                rollout_metrics(rollout, action_box(env)),
-                skipped,
-            )
+            imitated = {"skipped_updates": step.skipped + imitate.skipped} | (average(imitated) if imitated else {})
+            run.log(average(metrics), imitated, rollout_metrics(rollout, action_box(env)))
     collector.shutdown()
 
 

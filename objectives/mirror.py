@@ -88,8 +88,8 @@ class MirrorLoss(LossModule):
         self.actor_network = actor_network
         self.reduction = reduction
         self.register_buffer("symmetry_coeff", torch.tensor(float(symmetry_coeff)))
-        self.observation_mirrors = nn.ModuleList(mirrors[key] for key in read)
-        self.action_mirror = mirrors[action_key]
+        # Not registered: they describe the task and are no state to be restored.
+        self._mirrors = [mirrors[key] for key in (*read, action_key)]
         self._in_keys: list[NestedKey] = read
         self._out_keys: list[NestedKey] = ["loss_symmetry", "symmetry_error"]
 
@@ -115,19 +115,30 @@ class MirrorLoss(LossModule):
         """Nothing to forward: there is no estimator."""
 
     def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
-        """What the mean depends on: one group, "policy"."""
-        return {"policy": [p for p in self.actor_network.parameters() if p.requires_grad]}
+        """Trained parameters: one group, "policy", of those that the mean depends on."""
+        parameters = [p for p in self.actor_network.parameters() if p.requires_grad]
+        like = next(self.actor_network.parameters())
+        # Asked of the graph: the noise and, in some policies, whole parts do not take part in the mean.
+        widths = {
+            key: len(mirror.index) for key, mirror in zip(self.actor_network.in_keys, self._mirrors, strict=False)
+        }
+        probe = TensorDict({key: like.new_zeros(1, width) for key, width in widths.items()}, batch_size=[1])
+        with torch.enable_grad():
+            mean = self.actor_network.get_dist_params(probe).get(self.tensor_keys.loc)
+        reached = torch.autograd.grad(mean.sum(), parameters, allow_unused=True)
+        return {"policy": [p for p, gradient in zip(parameters, reached, strict=True) if gradient is not None]}
 
     @dispatch
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Computes the loss of a batch of any shape."""
         observation = tensordict.select(*self.actor_network.in_keys)
         mirrored = observation.copy()
-        for key, mirror in zip(self.actor_network.in_keys, self.observation_mirrors, strict=True):
+        *mirrors, action_mirror = (mirror.to(self.symmetry_coeff.device) for mirror in self._mirrors)
+        for key, mirror in zip(self.actor_network.in_keys, mirrors, strict=True):
             mirrored.set(key, mirror(observation.get(key)))
         # One pass over both: networks cost less in large batches.
         both = self.actor_network.get_dist_params(torch.stack([observation, mirrored])).get(self.tensor_keys.loc)
-        error = (both[1] - self.action_mirror(both[0])).square().mean(-1)
+        error = (both[1] - action_mirror(both[0])).square().mean(-1)
         return TensorDict(
             {
                 "loss_symmetry": self._reduce_loss(self.symmetry_coeff * error, tensordict),

@@ -67,7 +67,7 @@ QUADRUPED_TERRAIN_RMA: dict[str, Any] = QUADRUPED_TERRAIN | {
 """RMA on the courses, with networks for a CPU."""
 
 HIDDEN_POINT_MASS_RMA: dict[str, Any] = {
-    "total_frames": 1_500_000,
+    "total_frames": 500_000,
     "env": {"num_envs": 128},
     "algorithm": {
         "actor_hidden": (64, 64),
@@ -81,9 +81,9 @@ HIDDEN_POINT_MASS_RMA: dict[str, Any] = {
         "desired_kl": 0.02,
         "entropy_coeff": 0.0,
         "init_std": 0.5,
-        "dagger_update_freq": 5,
-        "priv_reg_begin": 50,
-        "priv_reg_length": 150,
+        "dagger_update_freq": 3,
+        "priv_reg_begin": 80,
+        "priv_reg_length": 40,
         "clip_value": False,
     },
     "evaluation": {"num_episodes": 128},

@@ -90,8 +90,9 @@ class RMAConfig(PPOSettings):
             text = " | ".join(f"{name} {width}" for name, width in widths.items())
             if published.get(group) != sum(widths.values()):
                 raise ValueError(
-                    f"algorithm.actor_groups is the one group {group!r}, expected to be {sum(widths.values())} wide, laid out as {text}; groups of this environment: {dict(published)}. Set algorithm.widths to "
-                    "the environment's layout, or name the groups of the parts."
+                    f"algorithm.actor_groups is the one group {group!r}, expected to be {sum(widths.values())} wide, "
+                    f"laid out as {text}; groups of this environment: {dict(published)}. Set algorithm.widths to the "
+                    "environment's layout, or name the groups of the parts."
                 )
             return widths, group
         if self.actor_groups is None:
@@ -109,6 +110,21 @@ class RMAConfig(PPOSettings):
         keys = dict(zip(names, groups, strict=True))
         return {name: published[group] for name, group in keys.items()}, keys
 
+    @staticmethod
+    def num_actions(spec: Any, action_mode: str) -> int:
+        """Width of an environment's unbatched action spec.
+
+        Raises:
+            ValueError: if an unsquashed Gaussian cannot give such actions.
+        """
+        if action_mode == "squash" or len(spec.shape) != 1 or not spec.dtype.is_floating_point:
+            raise ValueError(
+                f"RMA's actor is an unsquashed Gaussian; got env.action_mode {action_mode!r} and actions of shape "
+                f"{tuple(spec.shape)}, {spec.dtype}. Use continuous actions that are clipped; --algorithm.tanh True "
+                "bounds their mean."
+            )
+        return int(spec.shape[0])
+
     def network_options(self) -> dict[str, Any]:
         """Options of ``edenrl.modules.RMAActor``."""
         return {
@@ -119,6 +135,20 @@ class RMAConfig(PPOSettings):
             "tanh": self.tanh,
             "init_std": self.init_std,
         }
+
+    def critic_options(self) -> dict[str, Any]:
+        """Options of ``edenrl.modules.value_critic``."""
+        return {
+            "hidden": self.critic_hidden,
+            "activation": self.activation,
+            "normalize": self.normalize_observations,
+        }
+
+    def loss_options(self) -> dict[str, Any]:
+        """Options of ``edenrl.objectives.RMALoss`` that are those of PPO."""
+        names = ("clip_epsilon", "entropy_coeff", "critic_coeff", "clip_value", "action_bound_coeff")
+        options = {name: getattr(self, name) for name in names}
+        return options | {"normalize_advantage": self.normalize_advantage == "minibatch"}
 
     def ramp_options(self) -> dict[str, Any]:
         """Options of ``edenrl.objectives.LinearRamp``."""

@@ -15,31 +15,33 @@ from edenrl.envs.tensor_state import TensorStateEnv
 __all__ = ["HiddenPointMass"]
 
 _DT = 0.05  # s
-_DAMPING = 0.5  # kg/s
+_DAMPING = 1.0  # kg/s
 _MASS = (0.5, 2.0)  # kg
-_GAIN = (2.0, 8.0)  # N at full action
+_GAIN = (1.0, 4.0)  # N at full action
 _MAX_DELAY = 3  # steps
 _RADIUS = 0.5  # m
-_TURN_RATE = (1.0, 2.0)  # rad/s
+_TURN_RATE = (0.5, 1.0)  # rad/s
 _VELOCITY_NOISE = 0.1  # m/s
 _WIDTH = 0.1  # m
+_ARENA = 1.0  # m
 _PROP, _FRAMES = 8, 10
 
 
 class HiddenPointMass(TensorStateEnv):
-    """A point that must follow a target on a circle, with a mass, gains and a delay that are drawn for every episode.
+    """A point that must follow a target on a circle, with a mass, gains and a delay drawn for every episode.
 
-    One control step of ``dt = 0.05`` s, with the action of ``delay`` steps ago and semi-implicit Euler:
+    One control step of ``dt = 0.05`` s, with the action of ``delay`` steps ago, is semi-implicit Euler:
 
     ```
-    v <- v + (gain * clamp(a[t - delay], -1, 1) - 0.5 v) / mass * dt
-    p <- p + v dt
+    v <- v + (gain * clamp(a[t - delay], -1, 1) - 1.0 v) / mass * dt
+    p <- clamp(p + v dt, -1, 1)      (v is 0 along an axis that is stopped)
     ```
 
-    Drawn for every episode: ``mass`` in [0.5, 2] kg, ``gain`` of each axis of magnitude 2 to 8 N and of either sign
-    (a motor may be wired the other way round), ``delay`` of 0 to 3 steps; the target's turn rate, 1 to 2 rad/s in
-    either direction, and its first angle. The point starts at rest within 0.3 m of the target. The reward of a step is
-    ``exp(-(distance / 0.1)^2)``. Episodes end by truncation only.
+    Drawn for every episode: ``mass`` in [0.5, 2] kg and the ``gain`` of each axis of magnitude 1 to 4 N, log-uniform,
+    both gains with one sign (the motors may be wired the other way round), and a ``delay`` of 0 to 3 steps; the
+    target's turn rate, 0.5 to 1 rad/s in either direction, and its first angle. The
+    point starts at rest, within 0.2 m of the target along each axis. The reward of a step is
+    ``1 / (1 + (distance / 0.1)^2)``. Episodes end by truncation only.
 
     Keys, for ``N`` environments (the groups of RMA):
 
@@ -47,7 +49,7 @@ class HiddenPointMass(TensorStateEnv):
     |---|---|---|
     | ``prop`` | ``[N, 8]`` | target less position 2, measured velocity 2 (noise of 0.1 m/s), target's velocity 2, last action 2 |
     | ``priv_explicit`` | ``[N, 2]`` | true velocity |
-    | ``priv_latent`` | ``[N, 4]`` | log2 of the mass, gains / 5 N, delay / 3 |
+    | ``priv_latent`` | ``[N, 4]`` | log2 of the mass, gains / 2 N, delay / 3 |
     | ``prop_history`` | ``[N, 80]`` | the last 10 frames of prop, oldest first; the first frame of an episode fills it |
     | ``metrics`` | | ``tracking_error``, the mean distance in this episode, ``[N, 1]`` |
 
@@ -98,15 +100,15 @@ class HiddenPointMass(TensorStateEnv):
         self.done_spec = self._done_flags()
 
     def _draw_state(self) -> dict[str, Tensor]:
-        either = self._uniform(-1.0, 1.0, 3).sign()
+        either = self._uniform(-1.0, 1.0, 2).sign()
         angle = self._uniform(0.0, 2 * math.pi, 1)
         delay = self._uniform(0.0, 1.0, 1).mul(_MAX_DELAY + 1).floor().clamp(max=_MAX_DELAY)
         zero = torch.zeros(self.num_envs, 2, dtype=self._float, device=self.device)
         state = {
             "mass": self._uniform(math.log(_MASS[0]), math.log(_MASS[1]), 1).exp(),
-            "gain": self._uniform(*_GAIN, 2) * either[:, :2],
+            "gain": self._uniform(math.log(_GAIN[0]), math.log(_GAIN[1]), 2).exp() * either[:, :1],
             "delay": delay.to(torch.int64),
-            "turn_rate": self._uniform(*_TURN_RATE, 1) * either[:, 2:],
+            "turn_rate": self._uniform(*_TURN_RATE, 1) * either[:, 1:],
             "angle": angle,
             "position": _on_circle(angle) + self._uniform(-0.2, 0.2, 2),
             "velocity": zero,
@@ -134,7 +136,7 @@ class HiddenPointMass(TensorStateEnv):
     def _observe(self) -> TensorDict:
         """Pack the state into fresh tensors."""
         state = self._state
-        latent = torch.cat([state["mass"].log2(), state["gain"] / 5.0, state["delay"] / _MAX_DELAY], -1)
+        latent = torch.cat([state["mass"].log2(), state["gain"] / 2.0, state["delay"] / _MAX_DELAY], -1)
         history, shown = state["history"].flatten(1), 0.0 if self.hidden else 1.0
         truncated = state["steps"] >= self.max_steps
         error = state["distance"].detach() / state["steps"].clamp_min(1)
@@ -160,14 +162,16 @@ class HiddenPointMass(TensorStateEnv):
         applied = state["actions"].take_along_dim(state["delay"][..., None], 1).squeeze(1)
         force = state["gain"] * applied - _DAMPING * state["velocity"]
         state["velocity"] = state["velocity"] + _DT * force / state["mass"]
-        state["position"] = state["position"] + _DT * state["velocity"]
+        free = state["position"] + _DT * state["velocity"]
+        state["position"] = free.clamp(-_ARENA, _ARENA)
+        state["velocity"] = torch.where(free == state["position"], state["velocity"], 0.0)
         state["angle"] = state["angle"] + _DT * state["turn_rate"]
         distance = torch.linalg.vector_norm(_on_circle(state["angle"]) - state["position"], dim=-1, keepdim=True)
         state["distance"] = state["distance"] + distance
         state["steps"] = state["steps"] + 1
         state["history"] = torch.cat([state["history"][:, 1:], self._frame(state)[:, None]], 1)
         self._state = state
-        return self._observe().set("reward", torch.exp(-(distance / _WIDTH).square()))
+        return self._observe().set("reward", 1.0 / (1.0 + (distance / _WIDTH).square()))
 
     def policy_contract(self) -> dict[str, Any]:
         """What a deployed policy must know, for ``edenrl.export``: terms, layout of the history, actions, rate."""

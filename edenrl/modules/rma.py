@@ -8,11 +8,10 @@ from typing import Literal
 
 import torch
 from tensordict import NestedKey, TensorDictBase
-from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
-from torchrl.modules import IndependentNormal, ProbabilisticActor
+from torchrl.modules import ProbabilisticActor
 
-from edenrl.modules.actor_critic import StateIndependentStd
+from edenrl.modules.actor_critic import StateIndependentStd, gaussian_actor
 
 __all__ = ["RMA_CHUNKS", "HistoryEncoder", "RMAActor", "RMAComposition", "rma_composition", "rma_policy"]
 
@@ -32,10 +31,11 @@ def _mlp(in_features: int, widths: Sequence[int], last: type[nn.Module] | None) 
     """Linear layers with ELU between them; ``last`` follows the last one."""
     layers: list[nn.Module] = []
     for i, width in enumerate(widths):
-        layers.append(nn.Linear(in_features, width))
-        nn.init.orthogonal_(layers[-1].weight, math.sqrt(2))
-        nn.init.zeros_(layers[-1].bias)
-        layers += [nn.ELU()] if i < len(widths) - 1 else [] if last is None else [last()]
+        linear = nn.Linear(in_features, width)
+        nn.init.orthogonal_(linear.weight, math.sqrt(2))
+        nn.init.zeros_(linear.bias)
+        activation = nn.ELU if i < len(widths) - 1 else last
+        layers += [linear] if activation is None else [linear, activation()]
         in_features = width
     return nn.Sequential(*layers)
 
@@ -135,7 +135,7 @@ class RMAActor(nn.Module):
         init_std: float = 1.0,
     ) -> None:
         super().__init__()
-        self.widths = _check_widths(widths)
+        self.widths, self.num_actions = _check_widths(widths), num_actions
         prop, scan, priv_explicit, priv_latent, history = self.widths.values()
         self.scan_encoder = _mlp(scan, scan_hidden, nn.Tanh) if scan else None
         self.priv_encoder = _mlp(priv_latent, priv_hidden, nn.ELU)
@@ -381,11 +381,5 @@ def rma_policy(
         torch.Size([2, 4])
     """
     network = RMAComposition(actor, keys, latent=latent, estimated=estimated)
-    return ProbabilisticActor(
-        TensorDictModule(network, in_keys=network.in_keys, out_keys=["loc", "scale"]),
-        in_keys=["loc", "scale"],
-        out_keys=["action"],
-        distribution_class=IndependentNormal,
-        return_log_prob=True,
-        log_prob_key="action_log_prob",
-    )
+    groups = {key: 0 for key in network.in_keys}  # the network knows the widths
+    return gaussian_actor(groups, actor.num_actions, build=lambda *_: network)

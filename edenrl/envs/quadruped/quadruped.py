@@ -102,7 +102,7 @@ class Quadruped(EnvBase):
     | ``history`` | ``[N, H*45]`` | the last H policy frames, oldest first, the current one last |
     | ``prop`` | ``[N, 53]`` | angular velocity 3 (0.25), roll, pitch, zero, yaw angle to this and to the next way-point, command 3 (2, 2, 0.5), on terrain, on flat ground, joint angles 12, velocities 12 (0.05), last action 12, foot contacts 4 (+-0.5) |
     | ``scan`` | ``[N, 132]`` | trunk height above 12 x 11 ground points around it, less 0.3 m, in [-1, 1] |
-    | ``priv_explicit`` | ``[N, 9]`` | linear velocity 3 (2), height above ground, foot forces 4 (0.01 per N), difficulty |
+    | ``priv_explicit`` | ``[N, 9]`` | linear velocity 3 (2), height above ground, foot forces 4 (0.01 per N, at most 3), difficulty |
     | ``priv_latent`` | ``[N, 29]`` | trunk mass offset (kg), centre offset 3 (m), friction, 12 kp and 12 kd factors |
     | ``prop_history`` | ``[N, H*53]`` | the last H prop frames, oldest first |
     | ``amp`` | | ``amp_window`` ``[N, 60]``: joint angles of 5 frames, oldest first; ``amp_gate`` ``[N, 1]``: 1 while commanded to move |
@@ -586,7 +586,8 @@ class Quadruped(EnvBase):
         return np.clip(k.position[:, 2:] - _NOMINAL_HEIGHT - ground, -1.0, 1.0).astype(np.float32)
 
     def _priv_explicit(self, k: SimpleNamespace) -> np.ndarray:
-        parts = [2.0 * k.velocity, k.height[:, None], 0.01 * self._rows.force, self._difficulty()[:, None]]
+        force = np.minimum(0.01 * self._rows.force, 3.0)  # an impact reaches thousands of newtons for one step
+        parts = [2.0 * k.velocity, k.height[:, None], force, self._difficulty()[:, None]]
         return np.concatenate(parts, -1).astype(np.float32)
 
     def _priv_latent(self) -> np.ndarray:
