@@ -1,6 +1,7 @@
 """Collection of experience."""
 
 from edenrl.collectors.differentiable import AdjointClip, DifferentiableCollector
+from edenrl.collectors.distillation import DepthDistillationCollector
 from edenrl.collectors.exploration import RepeatedNoise, exploring_policy
 from edenrl.collectors.make import make_collector
 from edenrl.collectors.motion import MotionDataset, WindowBuffer
@@ -20,3 +21,4 @@ __all__ = [
     "exploring_policy",
     "make_collector",
 ]
+__all__ = ["AdjointClip", "Collector", "DepthDistillationCollector", "DifferentiableCollector", "make_collector"]

@@ -3,6 +3,7 @@
 from edenrl.objectives.amp import AMPLoss
 from edenrl.objectives.apg import APGLoss
 from edenrl.objectives.cmdp import CMDPLoss, TwoChannelGAE, check_reward_groups
+from edenrl.objectives.distillation import DepthDistillationLoss
 from edenrl.objectives.flashsac import FlashSACLoss
 from edenrl.objectives.gae import GAE
 from edenrl.objectives.grpo import GroupRelativeAdvantage, GRPOLoss
@@ -17,6 +18,7 @@ __all__ = [
     "APGLoss",
     "CMDPLoss",
     "FlashSACLoss",
+    "DepthDistillationLoss",
     "GAE",
     "GRPOLoss",
     "GroupRelativeAdvantage",
@@ -39,6 +41,7 @@ register_loss("AMP", AMPLoss, override=True)
 register_loss("APG", APGLoss, override=True)
 register_loss("CMDP", CMDPLoss, override=True)
 register_loss("FlashSAC", FlashSACLoss, override=True)
+register_loss("DepthDistillation", DepthDistillationLoss, override=True)
 register_loss("GRPO", GRPOLoss, override=True)
 register_loss("HIM", HIMLoss, override=True)
 register_loss("HIMEstimator", HIMEstimatorLoss, override=True)

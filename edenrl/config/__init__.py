@@ -9,6 +9,7 @@ from edenrl.config.apg import APGConfig
 from edenrl.config.base import Config
 from edenrl.config.cli import load_config, parse_cli, read_config, save_config
 from edenrl.config.cmdp import CMDPConfig
+from edenrl.config.distill import DepthDistillationConfig
 from edenrl.config.flashsac import FLASHSAC_PROFILES, FlashSACConfig, FlashSACRunConfig
 from edenrl.config.grpo import GRPOConfig
 from edenrl.config.him import HIMConfig
@@ -40,6 +41,7 @@ __all__ = [
     "QUADRUPED_TERRAIN_RMA",
     "CheckpointConfig",
     "Config",
+    "DepthDistillationConfig",
     "EnvConfig",
     "EvaluationConfig",
     "FlashSACConfig",

@@ -85,6 +85,7 @@ QUADRUPED_STYLE: dict[str, Any] = QUADRUPED | {
 }
 """Velocity commands on flat ground, for constrained PPO: tracking against energy and smoothness."""
 
+_RMA_GROUPS = ["prop", "scan", "priv_explicit", "priv_latent", "prop_history", "metrics"]
 QUADRUPED_TERRAIN_RMA: dict[str, Any] = QUADRUPED_TERRAIN | {
     "env": {"num_envs": 64, "kwargs": {"groups": _RMA_GROUPS}},
     "algorithm": {

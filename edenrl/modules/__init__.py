@@ -26,6 +26,14 @@ from edenrl.modules.flashsac import (
     unit_norm_hook,
 )
 from edenrl.modules.him import HIMActor, HIMEstimator, HIMLayout, him_actor, sinkhorn
+from edenrl.modules.depth import (
+    DEPTH_STATES,
+    DepthBackbone,
+    DepthEncoder,
+    DepthPolicy,
+    DepthRefresh,
+    DepthStudent,
+    require_depth_interval,
 from edenrl.modules.moments import merge_moments, several_processes
 from edenrl.modules.normalization import RunningNorm
 from edenrl.modules.rma import (
@@ -56,6 +64,12 @@ __all__ = [
     "FrameNorm",
     "FlashActor",
     "FlashCritic",
+    "DEPTH_STATES",
+    "DepthBackbone",
+    "DepthEncoder",
+    "DepthPolicy",
+    "DepthRefresh",
+    "DepthStudent",
     "GaussianMLP",
     "GaussianSimBa",
     "GroupEncoder",

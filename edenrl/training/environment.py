@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModule, TensorDictModuleBase
-from torchrl.envs import EnvBase
+from torch import nn
+from torchrl.envs import EnvBase, TransformedEnv
+from torchrl.modules.utils import get_primers_from_module
 
 from edenrl import distributed
 from edenrl.config import EnvConfig, RunConfig
@@ -116,6 +118,12 @@ def collector_options(cfg: RunConfig) -> dict[str, Any]:
     }
 
 
+def append_primers(env: TransformedEnv, policy: nn.Module) -> TransformedEnv:
+    """Appends the transforms that a recurrent policy needs (``make_tensordict_primer``), and returns `env`."""
+    primers = get_primers_from_module(policy, warn=False)
+    return env if primers is None else env.append_transform(primers)
+
+
 def evaluate_run(
     cfg: RunConfig,
     policy: TensorDictModuleBase,
@@ -129,6 +137,6 @@ def evaluate_run(
     seed = cfg.evaluation.seed if seed is None else seed
 
     def make(rows: int) -> EnvBase:
-        return wrap_env(_build(env, rows, device, seed), action_mode=env.action_mode)
+        return append_primers(wrap_env(_build(env, rows, device, seed), action_mode=env.action_mode), policy)
 
     return evaluate(policy, make, cfg.evaluation.num_episodes if num_episodes is None else num_episodes)

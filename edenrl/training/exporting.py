@@ -13,7 +13,7 @@ from edenrl.config import RunConfig
 from edenrl.envs import wrap_env
 from edenrl.export import check_formats, export_policy, nominal_env
 from edenrl.training.checkpoint import load_policy_weights
-from edenrl.training.environment import build_env
+from edenrl.training.environment import append_primers, build_env
 
 __all__ = ["export_run", "require_export"]
 
@@ -54,7 +54,7 @@ def export_run(
     # In this process: what the environment declares cannot be read from others.
     cfg = cfg.model_copy(update={"env": cfg.env.model_copy(update={"vectorization": "sync"})})
     env = build_env(cfg, next(loaded.parameters()).device, num_envs=_ROWS)
-    env = wrap_env(nominal_env(env), action_mode=cfg.env.action_mode)
+    env = append_primers(wrap_env(nominal_env(env), action_mode=cfg.env.action_mode), loaded)
     try:
         return export_policy(
             loaded,

@@ -1,0 +1,201 @@
+"""Rollouts in which a depth student acts and its teacher says what it would have done."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+from torchrl.envs import EnvBase, TransformedEnv
+from torchrl.envs.utils import ExplorationType, set_exploration_type
+
+from edenrl.modules import DEPTH_STATES, DepthPolicy, require_depth_interval
+
+__all__ = ["DepthDistillationCollector"]
+
+_log = logging.getLogger("edenrl")
+
+# Of the next step; observations stay out, images above all.
+_KEPT = ("reward", "done", "terminated", "truncated", "episode_reward", "step_count", "metrics")
+
+
+class DepthDistillationCollector:
+    """Collects rollouts ``[N, steps]`` whose student actions and yaw angles carry the graph of the whole rollout.
+
+    At every step the teacher labels and the student acts, without noise. The student's encoder runs for all rows
+    together at the steps with a new image, ``update_interval`` apart and beginning with the first of a rollout; in
+    between its latent and yaw are held. Gradient flows back in time through the GRU to the first step of the rollout
+    and no further: the next one starts from the detached state. It does not cross the end of an episode either: the
+    state, latent and yaw of a row that is reset are zero, and the row sees its first image when the next one is due.
+
+    Each rollout holds ``[N, steps, ...]``
+
+    - ``teacher_action``, ``student_action`` (with graph), and ``action``, the one of them that drove the robot;
+    - ``yaw``, the true angles to the way-points in rad, and ``yaw_prediction`` (with graph);
+    - ``depth_new`` ``[N, steps, 1]``, boolean: the encoder ran and ``yaw_prediction`` is new;
+    - reward, flags, episode return and length, and ``metrics`` under ``"next"``. Images are not kept.
+
+    Compute the loss and run ``backward`` inside the loop: asking for the next rollout detaches this one in place.
+
+    The teacher is frozen and put into ``eval`` mode. ``state_dict`` holds the simulation, so that a run resumes bit for
+    bit; teacher and student are saved under their own names.
+
+    Args:
+        env: environment that declares ``depth_interval`` and publishes what both read.
+        teacher: a TensorDict policy that writes ``action``, for example
+            ``rma_policy(actor, latent="history")`` on the true scan and ``priv_explicit``.
+        student: the student, which shares no parameter with the teacher.
+        steps: steps per rollout, a multiple of ``update_interval``.
+        update_interval: control steps between images, as the environment declares it; default the student's.
+        num_pretrain_iters: how many rollouts the teacher drives before the student does. Default 0.
+
+    Attributes:
+        iterations: rollouts collected so far, over all resumptions.
+
+    Raises:
+        ValueError: for ``steps`` or an interval that does not fit, an environment that lacks an entry, a student that
+            shares parameters with the teacher, or a teacher with other actions than the environment's.
+
+    Source: Cheng et al. 2023, "Extreme Parkour with Legged Robots", arXiv:2309.14341.
+
+    Examples:
+        >>> from edenrl.envs import QuadrupedTerrain, wrap_env
+        >>> from edenrl.modules import DepthEncoder, DepthStudent, RMAActor, rma_policy
+        >>> groups = ["prop", "scan", "priv_explicit", "priv_latent", "prop_history", "depth"]
+        >>> env = wrap_env(QuadrupedTerrain(2, groups=groups, seed=0, num_threads=1))
+        >>> actor = RMAActor(dict(prop=53, scan=132, priv_explicit=9, priv_latent=29, history=530), num_actions=12)
+        >>> student = DepthPolicy(DepthStudent(actor, DepthEncoder(53, hidden=16)))
+        >>> collector = DepthDistillationCollector(env, rma_policy(actor, latent="history"), student, steps=5)
+        >>> rollout = next(iter(collector))
+        >>> rollout["student_action"].shape, rollout["student_action"].requires_grad
+        (torch.Size([2, 5, 12]), True)
+    """
+
+    def __init__(
+        self,
+        env: EnvBase,
+        teacher: TensorDictModuleBase,
+        student: DepthPolicy,
+        steps: int,
+        *,
+        update_interval: int | None = None,
+        num_pretrain_iters: int = 0,
+    ) -> None:
+        interval = student.update_interval if update_interval is None else update_interval
+        require_depth_interval(env, interval)
+        if steps < 1 or steps % interval:
+            raise ValueError(
+                f"steps={steps} was given; expected a positive multiple of update_interval={interval}, such as "
+                f"{max(round(steps / interval), 1) * interval}: a rollout begins with a new image."
+            )
+        if num_pretrain_iters < 0:
+            raise ValueError(f"num_pretrain_iters={num_pretrain_iters} was given; expected at least 0.")
+        if {id(p) for p in teacher.parameters()} & {id(p) for p in student.parameters()}:
+            raise ValueError(
+                "Teacher and student share parameters: the labels would change with what they teach. DepthStudent "
+                "copies the actor it is given; give the teacher's policy the original."
+            )
+        self.env, self.teacher, self.student = env, teacher, student
+        self.steps, self.update_interval, self.num_pretrain_iters = steps, interval, num_pretrain_iters
+        self.iterations = 0
+        teacher.eval().requires_grad_(False)
+        states = [*DEPTH_STATES, "depth_new"]
+        self._keys = [key for key in student.in_keys if key not in states]
+        missing = [key for key in [*self._keys, *teacher.in_keys] if key not in env.observation_spec.keys(True, True)]
+        if missing:
+            raise ValueError(
+                f"The environment does not publish {missing}, which teacher or student reads; it publishes "
+                f"{sorted(map(str, env.observation_spec.keys(True, True)))}. Add the groups to --env.kwargs.groups."
+            )
+        self._root = env.reset()
+        self._hidden = student.module.encoder.start(env.batch_size.numel())
+        label, wanted = self._label().shape, env.action_spec.shape
+        if label != wanted:
+            raise ValueError(
+                f"The teacher gives actions of shape {tuple(label)}, the environment takes {tuple(wanted)}. Use the "
+                "environment it was trained in."
+            )
+
+    def __iter__(self) -> Iterator[TensorDictBase]:
+        """Rollouts without end."""
+        while True:
+            data = self._collect()
+            yield data
+            # After backward: neither the data, wherever it is kept, nor this generator holds on to the graph.
+            data.update(data.detach())
+
+    @torch.no_grad()
+    def _label(self) -> torch.Tensor:
+        with set_exploration_type(ExplorationType.DETERMINISTIC):
+            action: torch.Tensor = self.teacher(self._root.select(*self.teacher.in_keys))["action"]
+        return action
+
+    def _collect(self) -> TensorDictBase:
+        net = self.student.module
+        slots = net.encoder.yaw_slots
+        hidden, latent, yaw = self._hidden, *net.start(len(self._hidden))[1:]
+        taught = self.iterations < self.num_pretrain_iters
+        steps = []
+        for t in range(self.steps):
+            prop, history, gate, depth = (self._root.get(key) for key in self._keys)
+            new = t % self.update_interval == 0
+            if new:
+                latent, yaw, hidden = net.encoder(depth, prop, hidden)
+            label, own = self._label(), net.act(prop, history, gate, latent, yaw)
+            action = label if taught else own.detach()
+            stepped, self._root = self.env.step_and_maybe_reset(self._root.set("action", action))
+            entries = {
+                "teacher_action": label,
+                "student_action": own,
+                "action": action,
+                "yaw": prop[..., slots[0] : slots[1]],
+                "yaw_prediction": yaw,
+                "depth_new": torch.full_like(stepped["next", "done"], new),
+                "next": stepped["next"].select(*_KEPT, strict=False),
+            }
+            steps.append(TensorDict(entries, batch_size=self.env.batch_size, device=self.env.device))
+            # A new episode remembers nothing, and no gradient enters the finished one.
+            ended = stepped["next", "done"]
+            hidden, latent, yaw = (torch.where(ended, 0.0, part) for part in (hidden, latent, yaw))
+        # The graph belongs to the data alone from here on.
+        self._hidden = hidden.detach()
+        self.iterations += 1
+        data = TensorDict.stack(steps, self.env.batch_dims)
+        data.names = [*[None] * self.env.batch_dims, "time"]
+        return data
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counter, state of the GRU, transforms, simulation state and the carried step."""
+        return {
+            "iterations": self.iterations,
+            "hidden": self._hidden.clone(),
+            "transforms": self.env.transform.state_dict() if isinstance(self.env, TransformedEnv) else {},
+            "simulator": self._simulator.state_dict(),
+            "root": self._root.clone().to_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores ``state_dict``; the next rollout continues where the saved collector stopped.
+
+        An environment whose own ``state_dict`` holds no ``"_extra_state"`` starts new episodes, with a warning.
+        """
+        self.iterations = state["iterations"]
+        if isinstance(self.env, TransformedEnv):
+            self.env.transform.load_state_dict(state["transforms"])
+        self._simulator.load_state_dict(state["simulator"])
+        if "_extra_state" not in state["simulator"]:
+            _log.warning("%s does not save its simulation state: episodes start anew.", type(self._simulator).__name__)
+            return
+        self._hidden = state["hidden"].to(self._hidden.device)
+        root = TensorDict.from_dict(state["root"], batch_size=self.env.batch_size)
+        self._root = root if self._root.device is None else root.to(self._root.device)
+
+    @property
+    def _simulator(self) -> EnvBase:
+        env = self.env
+        while isinstance(env, TransformedEnv):
+            env = env.base_env
+        return env

@@ -1,0 +1,59 @@
+"""Configuration of the distillation of a depth student."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from edenrl.config.base import Config, Count, Fraction, JsonDict, Name, Positive, Seed, refuse
+from edenrl.config.run import Folder
+
+
+class DepthDistillationConfig(Config):
+    """Distillation of an RMA teacher into a student with a depth camera.
+
+    Defaults follow Cheng et al. 2023, "Extreme Parkour with Legged Robots", arXiv:2309.14341: 24 images per iteration,
+    one Adam step on all of them.
+    """
+
+    name: Literal["distill_rma"] = "distill_rma"
+    """The script that rebuilds a run from its config.json."""
+    teacher_run: Folder | None = None
+    """Run directory of the teacher; read when a distillation starts, not when it is resumed."""
+    teacher_checkpoint: Name = "best"
+    """Checkpoint of the teacher: best, latest, or a checkpoint's name or path."""
+    teacher: JsonDict = Field(default_factory=dict)
+    """The teacher's algorithm settings, as in its config.json; taken from there."""
+    depth_hidden: Count = 512
+    """Width of the depth encoder's GRU."""
+    steps_per_env: Count = 120
+    """Steps each environment takes per iteration, a multiple of update_interval."""
+    update_interval: Count = 5
+    """Control steps between depth images, as the environment declares it."""
+    num_pretrain_iters: Seed = 0
+    """Iterations at the start in which the teacher's actions drive the robot."""
+    lr: Positive = 1e-3
+    """Learning rate at the start."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate changes over the run."""
+    final_lr_fraction: Fraction = 0.0
+    """Where linear and cosine schedules end, as a fraction of lr."""
+    max_grad_norm: Positive = 1.0
+    """Largest gradient norm of the student's actor; the encoder's gradient is not clipped."""
+    on_nonfinite: Literal["raise", "skip"] = "raise"
+    """What a NaN or infinite gradient does: stop and name the parameter, or skip the step and count it."""
+
+    def schedule_options(self) -> dict[str, float]:
+        """Options of ``edenrl.optim.make_lr_schedule`` for ``lr_schedule``."""
+        return {} if self.lr_schedule == "constant" else {"final_fraction": self.final_lr_fraction}
+
+    @model_validator(mode="after")
+    def _check_steps(self) -> DepthDistillationConfig:
+        steps, interval = self.steps_per_env, self.update_interval
+        if steps % interval:
+            raise refuse(
+                f"steps_per_env {steps} is not a multiple of update_interval {interval}; the closest is "
+                f"{max(round(steps / interval), 1) * interval}: every iteration begins with a new image"
+            )
+        return self

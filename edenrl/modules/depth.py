@@ -1,0 +1,401 @@
+"""A student that walks by a depth camera: its encoders, the network, and its TensorDict form with recurrent state."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+from tensordict.nn import TensorDictModule
+from torch import Tensor, nn
+from torchrl.data import Composite, Unbounded
+from torchrl.envs import Compose, EnvBase, TensorDictPrimer, Transform, TransformedEnv
+
+from edenrl.modules.rma import RMAActor
+
+__all__ = [
+    "DEPTH_STATES",
+    "DepthBackbone",
+    "DepthEncoder",
+    "DepthPolicy",
+    "DepthRefresh",
+    "DepthStudent",
+    "require_depth_interval",
+]
+
+DEPTH_STATES = ("depth_hidden", "depth_latent", "depth_yaw")
+"""Keys of what a ``DepthPolicy`` carries from step to step."""
+
+
+class DepthBackbone(nn.Module):
+    """Convolutions that turn one depth image into a latent.
+
+    Convolution 5x5 to 32 channels, max-pool 2x2, ELU, convolution 3x3 to 64 channels, ELU, linear to 128, ELU, linear
+    to ``latent``, ELU; PyTorch's default initialization.
+
+    Args:
+        image: height and width of the image, at least 10 pixels each. Default 58 x 87.
+        latent: width of the output. Default 32.
+
+    Raises:
+        ValueError: for an image that the convolutions shrink to nothing, or one of another size.
+
+    Source: Cheng et al. 2023, "Extreme Parkour with Legged Robots", arXiv:2309.14341.
+
+    Examples:
+        >>> DepthBackbone()(torch.zeros(4, 58, 87)).shape
+        torch.Size([4, 32])
+    """
+
+    def __init__(self, image: tuple[int, int] = (58, 87), latent: int = 32) -> None:
+        super().__init__()
+        height, width = ((size - 4) // 2 - 2 for size in image)
+        if min(height, width) < 1:
+            raise ValueError(f"image={tuple(image)} was given; expected a height and width of at least 10 pixels.")
+        self.image = (int(image[0]), int(image[1]))
+        self.layers = nn.Sequential(
+            nn.Conv2d(1, 32, kernel_size=5),
+            nn.MaxPool2d(2),
+            nn.ELU(),
+            nn.Conv2d(32, 64, kernel_size=3),
+            nn.ELU(),
+            nn.Flatten(),
+            nn.Linear(64 * height * width, 128),
+            nn.ELU(),
+            nn.Linear(128, latent),
+            nn.ELU(),
+        )
+
+    def forward(self, depth: Tensor) -> Tensor:
+        """Maps images ``(*batch, height, width)`` to ``(*batch, latent)``."""
+        if tuple(depth.shape[-2:]) != self.image:
+            raise ValueError(
+                f"Depth images of shape {tuple(depth.shape)} were given; expected (*batch, {self.image[0]}, "
+                f"{self.image[1]})."
+            )
+        latent: Tensor = self.layers(depth.reshape(-1, 1, *self.image))
+        return latent.reshape(*depth.shape[:-2], -1)
+
+
+def _with_yaw(prop: Tensor, slots: tuple[int, int], yaw: Tensor | None = None) -> Tensor:
+    """``prop`` with other numbers in its yaw slots; None: zeros."""
+    start, stop = slots
+    filling = torch.zeros_like(prop[..., start:stop]) if yaw is None else yaw
+    return torch.cat([prop[..., :start], filling, prop[..., stop:]], -1)
+
+
+class DepthEncoder(nn.Module):
+    """A recurrent encoder of depth images and proprioception; predicts what it cannot be told, where to turn.
+
+    The image's latent and ``prop`` without its yaw slots go through linear layers of 128 and 32 (ELU between), one GRU
+    step, a linear layer and a tanh. The outputs are a latent that takes the place of a scan's, and the yaw angles to
+    the way-points, stretched by ``yaw_scale``.
+
+    Args:
+        num_prop: width of ``prop``. Default 53.
+        image: height and width of the image. Default 58 x 87.
+        latent: width of the latent that goes to the actor. Default 32.
+        hidden: width of the GRU. Default 512.
+        yaw_slots: start and stop of the entries of ``prop`` that hold the true yaw angles. Default 6 and 8.
+        yaw_scale: largest angle it can predict, in rad. Default 1.5.
+
+    Raises:
+        ValueError: for yaw slots outside of ``prop``.
+
+    Source: Cheng et al. 2023, arXiv:2309.14341.
+
+    Examples:
+        >>> encoder = DepthEncoder(num_prop=53, hidden=16)
+        >>> latent, yaw, hidden = encoder(torch.zeros(4, 58, 87), torch.zeros(4, 53), encoder.start(4))
+        >>> latent.shape, yaw.shape, hidden.shape
+        (torch.Size([4, 32]), torch.Size([4, 2]), torch.Size([4, 16]))
+    """
+
+    def __init__(
+        self,
+        num_prop: int = 53,
+        *,
+        image: tuple[int, int] = (58, 87),
+        latent: int = 32,
+        hidden: int = 512,
+        yaw_slots: tuple[int, int] = (6, 8),
+        yaw_scale: float = 1.5,
+    ) -> None:
+        super().__init__()
+        start, stop = yaw_slots
+        if not 0 <= start < stop <= num_prop:
+            raise ValueError(
+                f"yaw_slots={tuple(yaw_slots)} was given; expected a start and a stop inside the {num_prop} entries of "
+                "prop."
+            )
+        self.yaw_slots, self.yaw_scale = (start, stop), yaw_scale
+        self.num_prop, self.latent, self.hidden = num_prop, latent, hidden
+        self.backbone = DepthBackbone(image)
+        self.combine = nn.Sequential(nn.Linear(32 + num_prop, 128), nn.ELU(), nn.Linear(128, 32))
+        self.gru = nn.GRUCell(32, hidden)
+        self.out = nn.Sequential(nn.Linear(hidden, latent + stop - start), nn.Tanh())
+
+    def start(self, batch: int) -> Tensor:
+        """The state before the first image: zeros ``[batch, hidden]``."""
+        return self.out[0].weight.new_zeros(batch, self.hidden)
+
+    def forward(self, depth: Tensor, prop: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Sees one image in each row.
+
+        Args:
+            depth: images ``[batch, height, width]``.
+            prop: proprioception ``[batch, num_prop]``; its yaw slots are not read.
+            hidden: state of the GRU ``[batch, hidden]``.
+
+        Returns:
+            The latent, the predicted yaw angles in rad and the next state.
+        """
+        seen = torch.cat([self.backbone(depth), _with_yaw(prop, self.yaw_slots)], -1)
+        hidden = self.gru(self.combine(seen), hidden)
+        out = self.out(hidden)
+        return out[..., : self.latent], self.yaw_scale * out[..., self.latent :], hidden
+
+
+class DepthStudent(nn.Module):
+    """An actor copied from a teacher that sees a depth image where the teacher is given the ground.
+
+    The encoder's latent replaces the scan latent, the history latent replaces the privileged one, and the estimator
+    predicts ``priv_explicit``: nothing privileged is read. Where the gate is above 0.5, the yaw slots of ``prop`` hold
+    the encoder's prediction, detached; they are zero in every frame of the history.
+
+    The encoder runs on new images only; between them latent and yaw are held. ``see`` and ``act`` are the two halves
+    of a step, ``forward`` is both, see ``DepthPolicy``.
+
+    Backbone and history encoder of the actor learn; its other parts are frozen, because the losses do not reach them.
+
+    Args:
+        teacher: the actor to start from. It is copied.
+        encoder: the depth encoder, for the same ``prop`` and with the width of the teacher's scan latent.
+
+    Attributes:
+        updates: how many updates it has had, a buffer; count them with ``student.updates += 1``. In ``eval`` mode a
+            student without any refuses to act.
+
+    Raises:
+        ValueError: for a teacher without a scan, or one that the encoder does not fit.
+
+    Source: Cheng et al. 2023, arXiv:2309.14341. There the student is given the true ``priv_explicit``.
+
+    Examples:
+        >>> teacher = RMAActor(dict(prop=53, scan=132, priv_explicit=9, priv_latent=29, history=530), num_actions=12)
+        >>> student = DepthStudent(teacher, DepthEncoder(53, hidden=16))
+        >>> state = student.start(2)
+        >>> prop, depth, history = torch.zeros(2, 53), torch.zeros(2, 58, 87), torch.zeros(2, 530)
+        >>> new, gate = torch.ones(2, 1), torch.ones(2, 1)
+        >>> action, *state = student(prop, history, gate, depth, new, *state)
+        >>> action.shape, [part.shape[1] for part in state]
+        (torch.Size([2, 12]), [16, 32, 2])
+    """
+
+    updates: Tensor
+
+    def __init__(self, teacher: RMAActor, encoder: DepthEncoder) -> None:
+        super().__init__()
+        scan = teacher.scan_encoder
+        if scan is None:
+            raise ValueError(
+                "This teacher reads no scan, so there is nothing that a depth image could replace. Train it with one."
+            )
+        latent = [layer for layer in scan if isinstance(layer, nn.Linear)][-1].out_features
+        if (latent, teacher.widths["prop"]) != (encoder.latent, encoder.num_prop):
+            raise ValueError(
+                f"The teacher reads a prop of {teacher.widths['prop']} and a scan latent of {latent} numbers; the "
+                f"encoder was built for {encoder.num_prop} and {encoder.latent}. Build it for the teacher's."
+            )
+        self.actor, self.encoder = copy.deepcopy(teacher).requires_grad_(False), encoder
+        for part in (self.actor.backbone, self.actor.history_encoder):
+            part.requires_grad_(True)
+        self.register_buffer("updates", torch.zeros((), dtype=torch.int64))
+
+    def start(self, batch: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The state an episode begins with, zeros: the GRU's, the latent and the yaw angles."""
+        hidden, slots = self.encoder.start(batch), self.encoder.yaw_slots
+        return hidden, hidden.new_zeros(batch, self.encoder.latent), hidden.new_zeros(batch, slots[1] - slots[0])
+
+    def see(
+        self, prop: Tensor, depth: Tensor, new: Tensor, hidden: Tensor, latent: Tensor, yaw: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The state after this step's images; rows whose ``new`` ``[batch, 1]`` is not above 0.5 keep theirs."""
+        seen_latent, seen_yaw, seen_hidden = self.encoder(depth, prop, hidden)
+        rows = new > 0.5
+        pairs = ((seen_hidden, hidden), (seen_latent, latent), (seen_yaw, yaw))
+        hidden, latent, yaw = (torch.where(rows, after, before) for after, before in pairs)
+        return hidden, latent, yaw
+
+    def act(self, prop: Tensor, history: Tensor, gate: Tensor, latent: Tensor, yaw: Tensor) -> Tensor:
+        """The action mean ``[batch, actions]`` for what was last seen."""
+        slots = self.encoder.yaw_slots
+        own = torch.where(gate > 0.5, yaw.detach(), prop[..., slots[0] : slots[1]])
+        frames = history.unflatten(-1, (-1, self.encoder.num_prop))
+        # True angles in the frames would be an answer that a robot does not have.
+        blind = _with_yaw(frames, slots).flatten(-2)
+        loc: Tensor = self.actor(
+            _with_yaw(prop, slots, own), history=blind, latent="history", estimated=True, scan_latent=latent
+        )[0]
+        return loc
+
+    def forward(
+        self,
+        prop: Tensor,
+        history: Tensor,
+        gate: Tensor,
+        depth: Tensor,
+        new: Tensor,
+        hidden: Tensor,
+        latent: Tensor,
+        yaw: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """One step: the action mean and the next state.
+
+        Raises:
+            ValueError: in ``eval`` mode, for a student that was never updated.
+        """
+        if not self.training and not bool(self.updates):
+            raise ValueError(
+                "This student was never updated: its depth encoder holds random weights. Distil it first, with "
+                "examples/distill_rma.py TEACHER_RUN, or load a checkpoint of a distillation."
+            )
+        if bool((new > 0.5).any()):  # most steps have no new image and need no encoder
+            hidden, latent, yaw = self.see(prop, depth, new, hidden, latent, yaw)
+        return self.act(prop, history, gate, latent, yaw), hidden, latent, yaw
+
+    def export_module(self) -> nn.Module:
+        """The same without a branch, for the exporters."""
+        return _Unconditional(self)
+
+
+class _Unconditional(nn.Module):
+    def __init__(self, student: DepthStudent) -> None:
+        super().__init__()
+        self.student = student
+
+    def forward(
+        self, prop: Tensor, history: Tensor, gate: Tensor, depth: Tensor, new: Tensor, *state: Tensor
+    ) -> tuple[Tensor, ...]:
+        hidden, latent, yaw = self.student.see(prop, depth, new, *state)
+        return self.student.act(prop, history, gate, latent, yaw), hidden, latent, yaw
+
+
+class DepthPolicy(TensorDictModule):
+    """A ``DepthStudent`` as a TensorDict policy; its state is carried under ``DEPTH_STATES``.
+
+    Reads ``prop``, ``prop_history``, ``delta_yaw_ok`` (the gate), ``depth``, ``depth_new`` and the state; writes the
+    action mean under ``action`` and the next state. The environment needs what ``make_tensordict_primer`` returns
+    (``edenrl.training.evaluate_run`` appends it): the zeros that episodes begin with, and ``depth_new``, which says
+    when the image is new. A row that was reset between two images acts on a latent and yaw of zero until the next.
+
+    Args:
+        student: the network.
+        keys: other names for any of ``prop``, ``history``, ``gate``, ``depth``.
+        update_interval: control steps between images. Default 5.
+
+    Examples:
+        >>> from torchrl.modules.utils import get_primers_from_module
+        >>> teacher = RMAActor(dict(prop=53, scan=132, priv_explicit=9, priv_latent=29, history=530), num_actions=12)
+        >>> policy = DepthPolicy(DepthStudent(teacher, DepthEncoder(53, hidden=16)))
+        >>> policy.in_keys[:5]
+        ['prop', 'prop_history', 'delta_yaw_ok', 'depth', 'depth_new']
+        >>> [type(transform).__name__ for transform in get_primers_from_module(policy)]
+        ['DepthRefresh', 'TensorDictPrimer']
+    """
+
+    module: DepthStudent
+
+    def __init__(
+        self, student: DepthStudent, keys: Mapping[str, NestedKey] | None = None, *, update_interval: int = 5
+    ) -> None:
+        default: dict[str, NestedKey] = dict(prop="prop", history="prop_history", gate="delta_yaw_ok", depth="depth")
+        if unknown := set(keys or {}) - set(default):
+            raise ValueError(f"keys names {sorted(unknown)}; a DepthPolicy reads {list(default)}.")
+        self.update_interval = update_interval
+        super().__init__(
+            student,
+            in_keys=[*{**default, **(keys or {})}.values(), "depth_new", *DEPTH_STATES],
+            out_keys=["action", *(("next", name) for name in DEPTH_STATES)],
+        )
+
+    def make_tensordict_primer(self) -> Compose:
+        """What an environment needs for this policy."""
+        states = zip(DEPTH_STATES, self.module.start(1), strict=True)
+        primers = {name: Unbounded(shape=state.shape[1:], device=state.device) for name, state in states}
+        return Compose(DepthRefresh(self.update_interval), TensorDictPrimer(primers, expand_specs=True))
+
+
+def require_depth_interval(env: EnvBase, interval: int) -> None:
+    """Refuses an environment that does not declare ``depth_interval``, or another one than ``interval``.
+
+    Raises:
+        ValueError: naming both.
+    """
+    while isinstance(env, TransformedEnv):
+        env = env.base_env
+    declared = getattr(env, "depth_interval", None)
+    if declared is None:
+        raise ValueError(
+            f"{type(env).__name__} does not declare depth_interval, the control steps between depth images. Give it "
+            "this attribute, or choose an environment with a depth camera such as QuadrupedTerrain."
+        )
+    if declared != interval:
+        raise ValueError(
+            f"The depth encoder is to run every update_interval={interval} steps; {type(env).__name__} makes a new "
+            f"image every {declared}. Set update_interval={declared}."
+        )
+
+
+class DepthRefresh(Transform):
+    """Publishes ``depth_new`` ``[N, 1]``: 1 at the steps at which the environment's images are new, otherwise 0.
+
+    Images are new in all rows together, every ``interval`` steps since the whole batch was reset. The image that a row
+    gets when it alone is reset is not announced: it is seen when the next one is due.
+
+    Args:
+        interval: control steps between images; the environment must declare the same ``depth_interval``.
+
+    Raises:
+        ValueError: on attachment to an environment with another interval.
+
+    Examples:
+        >>> from edenrl.envs import Quadruped
+        >>> env = TransformedEnv(Quadruped(2, groups=["prop", "depth"], seed=0, num_threads=1), DepthRefresh(5))
+        >>> env.rollout(7)["depth_new"][0, :, 0].tolist()
+        [1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0]
+    """
+
+    steps: Tensor
+
+    def __init__(self, interval: int = 5) -> None:
+        super().__init__(in_keys=[], out_keys=["depth_new"])
+        self.interval = interval
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def set_container(self, container: Any) -> None:
+        """Attach to an environment, after checking its interval."""
+        super().set_container(container)
+        if self.parent is not None:
+            require_depth_interval(self.parent, self.interval)
+
+    def _mark(self, tensordict: TensorDictBase) -> TensorDictBase:
+        new = (self.steps % self.interval == 0).float().to(tensordict.device or "cpu")
+        return tensordict.set("depth_new", new.expand(*tensordict.batch_size, 1).clone())
+
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        self.steps += 1
+        return self._mark(next_tensordict)
+
+    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
+        if tensordict.get("_reset", None) is None:
+            self.steps.zero_()
+        return self._mark(tensordict_reset)
+
+    def transform_observation_spec(self, observation_spec: Composite) -> Composite:
+        """Adds the mark."""
+        shape = (*observation_spec.shape, 1)
+        observation_spec["depth_new"] = Unbounded(shape, device=observation_spec.device, dtype=torch.float32)
+        return observation_spec

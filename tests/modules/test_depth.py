@@ -1,0 +1,241 @@
+"""The depth student's networks against published numbers, and what carries, resets, gates and refuses."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+from torchrl.envs import TransformedEnv
+from torchrl.modules.utils import get_primers_from_module
+
+from edenrl.envs import PointMass, Quadruped
+from edenrl.modules import DEPTH_STATES, DepthBackbone, DepthEncoder, DepthPolicy, DepthRefresh, DepthStudent, RMAActor
+
+CLOSE = dict(atol=1e-5, rtol=1e-4)
+WIDTHS = dict(prop=9, scan=11, priv_explicit=3, priv_latent=5, history=90)
+GOLDEN = {
+    name: torch.from_numpy(value) for name, value in np.load(Path(__file__).parents[1] / "golden/depth.npz").items()
+}
+# The reference's layers, in the order of construction.
+LAYERS = ("conv0", "conv1", "fc0", "fc1", "comb0", "comb1", "gru", "out")
+
+
+@pytest.fixture(scope="module")
+def reference():
+    """The encoder with the weights of the reference: PyTorch's own initialization from a fixed seed."""
+    with torch.random.fork_rng():
+        torch.manual_seed(int(GOLDEN["cfg_seed"]))
+        return DepthEncoder(
+            int(GOLDEN["cfg_num_prop"]), yaw_slots=GOLDEN["cfg_yaw_slots"].tolist(), yaw_scale=GOLDEN["cfg_yaw_scale"]
+        )
+
+
+def small_encoder(**options):
+    return DepthEncoder(9, **{**dict(image=(12, 14), latent=4, hidden=8), **options})
+
+
+def small_student(**options):
+    teacher = RMAActor(WIDTHS, 2, hidden=(16,), scan_hidden=(8, 4), priv_hidden=(8, 6))
+    return DepthStudent(teacher, small_encoder(**options))
+
+
+def entries(rows=3):
+    """prop, history, gate, depth and the mark of a new image."""
+    return (
+        torch.randn(rows, 9),
+        torch.randn(rows, 90),
+        torch.ones(rows, 1),
+        torch.randn(rows, 12, 14),
+        torch.ones(rows, 1),
+    )
+
+
+def test_weights_are_those_of_the_recipe(reference):
+    ours = list(reference.parameters())
+    names = [name for name in GOLDEN if name.startswith("check_")]
+    assert [name.split("_")[1] for name in names] == [n for n in LAYERS for _ in range(4 if n == "gru" else 2)]
+    for name, parameter in zip(names, ours, strict=True):
+        total = torch.stack([parameter.double().sum(), parameter.double().abs().sum()]).detach()
+        torch.testing.assert_close(total, GOLDEN[name].double(), rtol=1e-6, atol=1e-3)
+
+
+def test_backbone_reproduces_the_reference(reference):
+    torch.testing.assert_close(reference.backbone(GOLDEN["images"]), GOLDEN["backbone_latent"], **CLOSE)
+    assert reference.backbone(GOLDEN["images"][0, 0]).shape == (32,)
+
+
+def test_encoder_reproduces_the_reference_over_three_images(reference):
+    hidden = reference.start(2)
+    for step in range(3):
+        latent, yaw, hidden = reference(GOLDEN["images"][step], GOLDEN["prop_raw"][step], hidden)
+        torch.testing.assert_close(hidden, GOLDEN["hidden"][step], **CLOSE)
+        torch.testing.assert_close(latent, GOLDEN["depth_latent"][step], **CLOSE)
+        torch.testing.assert_close(yaw, GOLDEN["yaw_pred"][step], **CLOSE)
+
+
+def test_the_encoder_does_not_read_the_yaw_slots():
+    encoder, (prop, _, _, depth, _) = small_encoder(), entries()
+    other = prop.clone()
+    other[:, 6:8] = 5.0
+    for one, two in zip(encoder(depth, prop, encoder.start(3)), encoder(depth, other, encoder.start(3)), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_images_and_slots_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match=r"image=\(58, 9\)"):
+        DepthBackbone((58, 9))
+    with pytest.raises(ValueError, match=r"\(2, 60, 106\) were given; expected \(\*batch, 58, 87\)"):
+        DepthBackbone()(torch.zeros(2, 60, 106))
+    with pytest.raises(ValueError, match="9 entries of prop"):
+        small_encoder(yaw_slots=(8, 10))
+
+
+# The student
+
+
+def test_the_student_starts_as_the_teacher():
+    """With the true latent, the true angles and no angles in the history it acts as the teacher does."""
+    student, (prop, history, gate, _, _) = small_student(), entries()
+    history.view(3, 10, 9)[..., 6:8] = 0.0
+    scan = torch.randn(3, 11)
+    latent = student.actor.scan_encoder(scan)
+    expected = student.actor(prop, scan, history=history, latent="history", estimated=True)[0]
+    torch.testing.assert_close(student.act(prop, history, gate, latent, prop[:, 6:8]), expected, rtol=0, atol=1e-7)
+    torch.testing.assert_close(student.act(prop, history, 0 * gate, latent, 0 * prop[:, 6:8]), expected, rtol=0, atol=0)
+
+
+def test_yaw_is_the_prediction_where_the_gate_is_open_and_never_the_history():
+    student, (prop, history, gate, _, _) = small_student(), entries()
+    gate[0] = 0.5
+    latent, yaw = torch.randn(3, 4), torch.randn(3, 2)
+    action = student.act(prop, history, gate, latent, yaw)
+    other = prop.clone()
+    other[:, 6:8] += 1.0
+    moved = (student.act(other, history, gate, latent, yaw) - action).abs().amax(1)
+    assert moved[0] > 0 and not moved[1:].any()
+    moved = (student.act(prop, history, gate, latent, yaw + 1.0) - action).abs().amax(1)
+    assert moved[0] == 0 and moved[1:].all()
+    history.view(3, 10, 9)[..., 6:8] += 1.0
+    assert torch.equal(student.act(prop, history, gate, latent, yaw), action)
+
+
+def test_what_the_action_trains():
+    student, (prop, history, gate, _, _) = small_student(), entries()
+    latent, yaw = torch.randn(3, 4, requires_grad=True), torch.randn(3, 2, requires_grad=True)
+    student.act(prop, history, gate, latent, yaw).sum().backward()
+    assert latent.grad.abs().sum() > 0 and yaw.grad is None
+    reached = {name.split(".")[0] for name, p in student.actor.named_parameters() if p.grad is not None}
+    assert reached == {"backbone", "history_encoder"}
+    assert reached == {name.split(".")[0] for name, p in student.actor.named_parameters() if p.requires_grad}
+
+
+def test_the_student_is_a_copy():
+    teacher = RMAActor(WIDTHS, 2, hidden=(16,), scan_hidden=(8, 4), priv_hidden=(8, 6))
+    student = DepthStudent(teacher, small_encoder())
+    assert not {p.data_ptr() for p in teacher.parameters()} & {p.data_ptr() for p in student.parameters()}
+    assert all(p.requires_grad for p in teacher.parameters())
+
+
+@pytest.mark.parametrize(
+    ("widths", "encoder", "message"),
+    [
+        ({**WIDTHS, "scan": 0}, {}, "reads no scan"),
+        (WIDTHS, dict(latent=5), "a scan latent of 4 numbers; the encoder was built for 9 and 5"),
+        ({**WIDTHS, "prop": 10, "history": 100}, {}, "a prop of 10"),
+    ],
+)
+def test_a_teacher_of_another_architecture_is_refused(widths, encoder, message):
+    teacher = RMAActor(widths, 2, hidden=(16,), scan_hidden=(8, 4), priv_hidden=(8, 6))
+    with pytest.raises(ValueError, match=message):
+        DepthStudent(teacher, small_encoder(**encoder))
+
+
+def test_only_rows_with_a_new_image_see():
+    student = small_student()
+    prop, history, gate, depth, new = entries()
+    new[1] = 0.0
+    state = tuple(torch.randn(3, part.shape[1]) for part in student.start(1))
+    after = student(prop, history, gate, depth, new, *state)[1:]
+    for part, old in zip(after, state, strict=True):
+        assert torch.equal(part[1], old[1]) and (part[[0, 2]] != old[[0, 2]]).all()
+    seen = student.encoder(depth, prop, state[0])
+    torch.testing.assert_close(after[0][0], seen[2][0])
+    torch.testing.assert_close(after[1][2], seen[0][2])
+
+
+def test_the_encoder_rests_between_images(monkeypatch):
+    student = small_student()
+    monkeypatch.setattr(student.encoder, "forward", lambda *args: pytest.fail("the encoder ran"))
+    prop, history, gate, depth, new = entries()
+    out = student(prop, history, gate, depth, 0 * new, *student.start(3))
+    assert not any(part.any() for part in out[1:])
+
+
+def test_an_untrained_student_refuses_to_act_in_evaluation():
+    student = small_student().eval()
+    with pytest.raises(ValueError, match="never updated"):
+        student(*entries(), *student.start(3))
+    student.updates += 1
+    assert student(*entries(), *student.start(3))[0].shape == (3, 2)
+    fresh = small_student().eval()
+    fresh.load_state_dict(student.state_dict())  # a checkpoint knows
+    assert torch.equal(fresh.updates, torch.tensor(1))
+
+
+# The policy in an environment
+
+
+def test_policy_reads_and_writes_what_it_says():
+    policy = DepthPolicy(small_student(), dict(history="frames", depth=("camera", "depth")), update_interval=3)
+    prop, history, gate, depth, new = entries()
+    td = TensorDict(
+        {"prop": prop, "frames": history, "delta_yaw_ok": gate, "camera": {"depth": depth}, "depth_new": new},
+        batch_size=[3],
+    )
+    td.update(dict(zip(DEPTH_STATES, policy.module.start(3), strict=True)))
+    out = policy(td)
+    assert out["action"].shape == (3, 2)
+    assert [out["next", name].shape[1] for name in DEPTH_STATES] == [8, 4, 2]
+    with pytest.raises(ValueError, match=r"\['frames'\]"):
+        DepthPolicy(small_student(), dict(frames="x"))
+
+
+def test_refresh_marks_exactly_the_new_images():
+    env = Quadruped(3, groups=["prop", "depth"], seed=0, num_threads=1)
+    env.max_steps = 7  # resets fall between images
+    env = TransformedEnv(env, DepthRefresh(5))
+    td = env.reset()
+    for step in range(22):
+        assert (td["depth_new"] == float(step % 5 == 0)).all()
+        stepped, after = env.step_and_maybe_reset(td.set("action", torch.randn(3, 12)))
+        ended = stepped["next", "done"][:, 0]
+        assert ended.any() == (step % 7 == 6)
+        changed = (after["depth"] != td["depth"]).flatten(1).any(1)
+        assert torch.equal(changed[~ended], (after["depth_new"] > 0.5)[~ended, 0])
+        td = after
+    assert (env.reset()["depth_new"] == 1).all()
+
+
+def test_refresh_survives_its_state_dict():
+    env = TransformedEnv(Quadruped(1, groups=["depth"], seed=0, num_threads=1), DepthRefresh())
+    env.rollout(3)
+    other = DepthRefresh()
+    other.load_state_dict(env.transform.state_dict())
+    assert int(other.steps) == 3
+
+
+def test_refresh_refuses_another_cadence():
+    with pytest.raises(ValueError, match=r"every update_interval=4 steps; Quadruped makes a new image every 5"):
+        TransformedEnv(Quadruped(1, groups=["depth"], seed=0, num_threads=1), DepthRefresh(4))
+    with pytest.raises(ValueError, match="PointMass does not declare depth_interval"):
+        TransformedEnv(PointMass(1), DepthRefresh(5))
+
+
+def test_primers_start_episodes_from_zero():
+    policy = DepthPolicy(small_student())
+    env = TransformedEnv(Quadruped(2, groups=["depth"], seed=0, num_threads=1))
+    env.append_transform(get_primers_from_module(policy))
+    td = env.reset()
+    assert [td[name].shape for name in DEPTH_STATES] == [(2, 8), (2, 4), (2, 2)]
+    assert not any(td[name].any() for name in DEPTH_STATES)
