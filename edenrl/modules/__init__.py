@@ -13,6 +13,15 @@ from edenrl.modules.actor_critic import (
 )
 from edenrl.modules.amp import AMPReward, Discriminator, FrameNorm, SaturationWatch
 from edenrl.modules.constraint import TaskConstraint
+from edenrl.modules.depth import (
+    DEPTH_STATES,
+    DepthBackbone,
+    DepthEncoder,
+    DepthPolicy,
+    DepthRefresh,
+    DepthStudent,
+    require_depth_interval,
+)
 from edenrl.modules.flashsac import (
     FlashActor,
     FlashCritic,
@@ -26,14 +35,6 @@ from edenrl.modules.flashsac import (
     unit_norm_hook,
 )
 from edenrl.modules.him import HIMActor, HIMEstimator, HIMLayout, him_actor, sinkhorn
-from edenrl.modules.depth import (
-    DEPTH_STATES,
-    DepthBackbone,
-    DepthEncoder,
-    DepthPolicy,
-    DepthRefresh,
-    DepthStudent,
-    require_depth_interval,
 from edenrl.modules.moments import merge_moments, several_processes
 from edenrl.modules.normalization import RunningNorm
 from edenrl.modules.rma import (
@@ -59,6 +60,7 @@ from edenrl.modules.simba import (
 from edenrl.modules.symmetry import MirrorAugmentation, SignedPermutation
 
 __all__ = [
+    "require_depth_interval",
     "AMPReward",
     "Discriminator",
     "FrameNorm",
