@@ -72,6 +72,7 @@ HIDDEN_POINT_MASS_RMA: dict[str, Any] = {
     "algorithm": {
         "actor_hidden": (64, 64),
         "critic_hidden": (64, 64),
+        "critic_groups": ("critic",),
         "priv_hidden": (32, 8),
         "estimator_hidden": (32,),
         "steps_per_env": 32,

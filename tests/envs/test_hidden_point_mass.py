@@ -55,6 +55,7 @@ def test_a_delayed_action_moves_the_point_as_the_formulas_say(delay):
         assert td["metrics", "tracking_error"][0].item() == pytest.approx(error / (step + 1))
         towards = [-0.5 * 0.8 * math.sin(angle), 0.5 * 0.8 * math.cos(angle)]
         assert td["prop"][0, 4:].tolist() == pytest.approx([*towards, *(min(max(a, -1), 1) for a in action)])
+    assert torch.equal(td["critic"], torch.cat([td[name] for name in ("prop", "priv_explicit", "priv_latent")], -1))
     assert td["priv_latent"][0].tolist() == pytest.approx([1.0, 2.0, math.log2(1.5), -0.5, 1.2, delay / 3])
 
 
@@ -98,7 +99,7 @@ def test_parameters_stay_in_an_episode_and_differ_between_them():
 
 def test_hidden_shows_nothing_of_them_and_changes_nothing_else():
     shown, hidden = (HiddenPointMass(4, seed=3, hidden=flag).rollout(6) for flag in (False, True))
-    for key in ("prop", "priv_explicit"):
+    for key in ("prop", "priv_explicit", "critic"):
         assert torch.equal(shown[key][:, 0], hidden[key][:, 0])
     assert not hidden["priv_latent"].any() and not hidden["prop_history"].any() and shown["priv_latent"].any()
 
