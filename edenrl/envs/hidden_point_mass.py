@@ -19,10 +19,10 @@ _DAMPING = 1.0  # kg/s
 _MASS = (0.5, 2.0)  # kg
 _GAIN = (1.5, 4.0)  # N at full action
 _OFFSET = 0.8  # N
-_MAX_DELAY = 3  # steps
+_MAX_DELAY = 6  # steps
 _RADIUS = 0.5  # m
 _TURN_RATE = (0.5, 1.0)  # rad/s
-_VELOCITY_NOISE = 0.1  # m/s
+_VELOCITY_NOISE = 0.05  # m/s
 _WIDTH = 0.1  # m
 _ARENA = 1.0  # m
 _PROP, _FRAMES = 8, 10
@@ -39,7 +39,7 @@ class HiddenPointMass(TensorStateEnv):
     ```
 
     Drawn for every episode: ``mass`` in [0.5, 2] kg and the ``gain`` of each axis in [1.5, 4] N, log-uniform; the
-    ``offset`` of each axis, within 0.8 N; a ``delay`` of 0 to 3 steps; the
+    ``offset`` of each axis, within 0.8 N; a ``delay`` of 0 to 6 steps; the
     target's turn rate, 0.5 to 1 rad/s in either direction, and its first angle. The
     point starts at rest, within 0.2 m of the target along each axis. The reward of a step is
     ``1 / (1 + (distance / 0.1)^2)``. Episodes end by truncation only.
@@ -48,9 +48,9 @@ class HiddenPointMass(TensorStateEnv):
 
     | group | shape | content |
     |---|---|---|
-    | ``prop`` | ``[N, 8]`` | target less position 2, measured velocity 2 (noise of 0.1 m/s), target's velocity 2, last action 2 |
+    | ``prop`` | ``[N, 8]`` | target less position 2, measured velocity 2 (noise of 0.05 m/s), target's velocity 2, last action 2 |
     | ``priv_explicit`` | ``[N, 2]`` | true velocity |
-    | ``priv_latent`` | ``[N, 6]`` | log2 of the mass, log2 of the gains 2, offsets 2 (2), delay / 3 |
+    | ``priv_latent`` | ``[N, 6]`` | log2 of the mass, log2 of the gains 2, offsets 2 (2), delay / 6 |
     | ``prop_history`` | ``[N, 80]`` | the last 10 frames of prop, oldest first; the first frame of an episode fills it |
     | ``critic`` | ``[N, 16]`` | prop, priv_explicit and priv_latent, also when ``hidden`` |
     | ``metrics`` | | ``tracking_error``, the mean distance in this episode, ``[N, 1]`` |
