@@ -110,14 +110,16 @@ QUADRUPED_TERRAIN_RMA: dict[str, Any] = QUADRUPED_TERRAIN | {
 """RMA on the courses, with networks for a CPU."""
 
 HIDDEN_POINT_MASS_RMA: dict[str, Any] = {
-    "total_frames": 450_000,
+    "total_frames": 600_000,
     "env": {"num_envs": 128},
     "algorithm": {
         "actor_hidden": (64, 64),
         "critic_hidden": (64, 64),
+        "critic_groups": ("critic",),
         "priv_hidden": (32, 8),
         "estimator_hidden": (32,),
         "steps_per_env": 32,
+        "gamma": 0.95,
         "num_minibatches": 4,
         "lr": 1e-3,
         "estimator_lr": 1e-3,
@@ -125,7 +127,7 @@ HIDDEN_POINT_MASS_RMA: dict[str, Any] = {
         "entropy_coeff": 0.0,
         "init_std": 0.5,
         "dagger_update_freq": 3,
-        "priv_reg_begin": 90,
+        "priv_reg_begin": 120,
         "priv_reg_length": 50,
         "priv_reg_end": 0.02,
         "clip_value": False,

@@ -19,10 +19,10 @@ _DAMPING = 1.0  # kg/s
 _MASS = (0.5, 2.0)  # kg
 _GAIN = (1.5, 4.0)  # N at full action
 _OFFSET = 0.8  # N
-_MAX_DELAY = 3  # steps
+_MAX_DELAY = 6  # steps
 _RADIUS = 0.5  # m
 _TURN_RATE = (0.5, 1.0)  # rad/s
-_VELOCITY_NOISE = 0.1  # m/s
+_VELOCITY_NOISE = 0.05  # m/s
 _WIDTH = 0.1  # m
 _ARENA = 1.0  # m
 _PROP, _FRAMES = 8, 10
@@ -39,7 +39,7 @@ class HiddenPointMass(TensorStateEnv):
     ```
 
     Drawn for every episode: ``mass`` in [0.5, 2] kg and the ``gain`` of each axis in [1.5, 4] N, log-uniform; the
-    ``offset`` of each axis, within 0.8 N; a ``delay`` of 0 to 3 steps; the
+    ``offset`` of each axis, within 0.8 N; a ``delay`` of 0 to 6 steps; the
     target's turn rate, 0.5 to 1 rad/s in either direction, and its first angle. The
     point starts at rest, within 0.2 m of the target along each axis. The reward of a step is
     ``1 / (1 + (distance / 0.1)^2)``. Episodes end by truncation only.
@@ -48,16 +48,17 @@ class HiddenPointMass(TensorStateEnv):
 
     | group | shape | content |
     |---|---|---|
-    | ``prop`` | ``[N, 8]`` | target less position 2, measured velocity 2 (noise of 0.1 m/s), target's velocity 2, last action 2 |
+    | ``prop`` | ``[N, 8]`` | target less position 2, measured velocity 2 (noise of 0.05 m/s), target's velocity 2, last action 2 |
     | ``priv_explicit`` | ``[N, 2]`` | true velocity |
-    | ``priv_latent`` | ``[N, 6]`` | log2 of the mass, log2 of the gains 2, offsets 2 (2), delay / 3 |
+    | ``priv_latent`` | ``[N, 6]`` | log2 of the mass, log2 of the gains 2, offsets 2 (2), delay / 6 |
     | ``prop_history`` | ``[N, 80]`` | the last 10 frames of prop, oldest first; the first frame of an episode fills it |
+    | ``critic`` | ``[N, 16]`` | prop, priv_explicit and priv_latent, also when ``hidden`` |
     | ``metrics`` | | ``tracking_error``, the mean distance in this episode, ``[N, 1]`` |
 
     Args:
         num_envs: Number of environments ``N``, at least 1.
         device: Device of the states and of the random generator. Default: CPU.
-        hidden: Leave ``priv_latent`` and ``prop_history`` zero: nothing then tells the parameters. Default False.
+        hidden: Leave ``priv_latent`` and ``prop_history`` zero: an actor then has nothing that tells the parameters. Default False.
         max_steps: Steps until truncation, at least 1. Default 100.
         seed: Seed of the environment's own generator. Default: drawn from torch's global generator.
         dtype: Floating-point type of every entry. Default: ``torch.get_default_dtype()``.
@@ -88,7 +89,7 @@ class HiddenPointMass(TensorStateEnv):
 
     def _make_specs(self) -> None:
         shape = self.batch_size
-        widths = {"prop": _PROP, "priv_explicit": 2, "priv_latent": 6, "prop_history": _FRAMES * _PROP}
+        widths = {"prop": _PROP, "priv_explicit": 2, "priv_latent": 6, "prop_history": _FRAMES * _PROP, "critic": 16}
         metrics = Composite(tracking_error=self._columns(), shape=shape, device=self.device)
         self.observation_spec = Composite(
             **{name: self._columns(width) for name, width in widths.items()},
@@ -140,15 +141,17 @@ class HiddenPointMass(TensorStateEnv):
         state = self._state
         delay = state["delay"] / _MAX_DELAY
         latent = torch.cat([state["mass"].log2(), state["gain"].log2(), 2.0 * state["offset"], delay], -1)
+        prop, velocity = state["history"][:, -1].clone(), state["velocity"].clone()
         history, shown = state["history"].flatten(1), 0.0 if self.hidden else 1.0
         truncated = state["steps"] >= self.max_steps
         error = state["distance"].detach() / state["steps"].clamp_min(1)
         return TensorDict(
             {
-                "prop": state["history"][:, -1].clone(),
-                "priv_explicit": state["velocity"].clone(),
+                "prop": prop,
+                "priv_explicit": velocity,
                 "priv_latent": shown * latent,
                 "prop_history": shown * history,
+                "critic": torch.cat([prop, velocity, latent], -1),
                 "metrics": TensorDict({"tracking_error": error}, batch_size=self.batch_size, device=self.device),
                 "done": truncated,
                 "terminated": torch.zeros_like(truncated),

@@ -30,6 +30,7 @@ TINY = [
     "--algorithm.dagger_update_freq=3",
     "--algorithm.priv_reg_begin=2",
     "--algorithm.priv_reg_length=6",
+    "--algorithm.priv_reg_end=0.1",
     "--evaluation.num_episodes=4",
     "--evaluation.interval_iterations=1000",
     "--checkpoint.interval_iterations=1",
@@ -76,14 +77,14 @@ class Flat(HiddenPointMass):
 
     def __init__(self, num_envs, **kwargs):
         super().__init__(num_envs, **kwargs)
-        for name in ("prop", "priv_explicit", "priv_latent", "prop_history"):
+        for name in ("prop", "priv_explicit", "priv_latent", "prop_history", "critic"):
             del self.observation_spec[name]
         self.observation_spec["policy"] = self._columns(96)
 
     def _observe(self):
         td = super()._observe()
         parts = [td.pop(name) for name in ("prop", "priv_explicit", "priv_latent", "prop_history")]
-        return td.set("policy", torch.cat(parts, -1))
+        return td.exclude("critic").set("policy", torch.cat(parts, -1))
 
 
 FLAT = [
