@@ -75,6 +75,7 @@ __all__ = [
     "observation_groups",
     "post_step_hook",
     "project_",
+    "require_depth_interval",
     "rma_composition",
     "rma_policy",
     "several_processes",
