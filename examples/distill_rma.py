@@ -22,14 +22,8 @@ from edenrl.optim import GradientStep, make_lr_schedule, make_optimizer
 from edenrl.training import Run, build_env, evaluate_run, load_policy_weights, rollout_metrics, run_script, setup
 
 # Settings by environment, found by measuring (docs/pages/results.md); each can be overridden on the command line.
-PRESETS = {
-    "QuadrupedTerrain": dict(
-        total_frames=200_000,
-        env=dict(num_envs=8),
-        algorithm=dict(steps_per_env=40),
-        evaluation=dict(num_episodes=8),
-    ),
-}
+SMALL = dict(steps_per_env=10, num_pretrain_iters=50)
+PRESETS = {"QuadrupedTerrain": dict(total_frames=200_000, env=dict(num_envs=16), algorithm=SMALL)}
 
 
 class Train(RunConfig):
@@ -68,6 +62,11 @@ def make_teacher(cfg, env):
 def make_policy(cfg, env):
     """An untrained student; evaluation rebuilds it from a run's config.json with this."""
     teacher, algo = rma_composition(make_teacher(cfg, env)), cfg.algorithm
+    if teacher.flat is not None or "depth" not in env.observation_spec.keys():
+        published = sorted(env.observation_spec.keys())
+        raise ValueError(
+            f"A depth student reads prop, its history and depth as groups; {cfg.env.name} has {published}."
+        )
     prop, image = teacher.actor.widths["prop"], env.observation_spec["depth"].shape[-2:]
     encoder = DepthEncoder(prop, image=image, latent=algo.teacher["scan_hidden"][-1], hidden=algo.depth_hidden)
     keys = {name: teacher.keys[name] for name in ("prop", "history")}
@@ -91,13 +90,8 @@ def main(argv=None):
     iterations = num_iterations(cfg.total_frames, frames)
     optimizer = make_optimizer("adam", (p for p in loss.parameters() if p.requires_grad), lr=algo.lr)
     schedule = make_lr_schedule(algo.lr_schedule, optimizer, iterations, **algo.schedule_options())
-    step = GradientStep(
-        loss,
-        optimizer,
-        max_grad_norm={"student_actor": algo.max_grad_norm},
-        lr_schedule=schedule,
-        on_nonfinite=algo.on_nonfinite,
-    )
+    options = dict(max_grad_norm={"student_actor": algo.max_grad_norm}, on_nonfinite=algo.on_nonfinite)
+    step = GradientStep(loss, optimizer, lr_schedule=schedule, **options)
     collector = DepthDistillationCollector(
         wrap_env(env, action_mode=cfg.env.action_mode, reward_scale=cfg.env.reward_scale),
         teacher,

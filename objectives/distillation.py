@@ -143,7 +143,7 @@ class DepthDistillationLoss(LossModule):
         if wanted.shape != given.shape or given.dim() != tensordict.batch_dims + 1:
             raise ValueError(
                 f"{target!r} and {prediction!r} have the shapes {tuple(wanted.shape)} and {tuple(given.shape)}; "
-                f"expected one vector of the same width per step, {(*tensordict.batch_size, 'width')}."
+                f"expected one vector of the same width per step, {[*tensordict.batch_size, 'width']}."
             )
         if torch.is_grad_enabled() and not given.requires_grad:
             raise ValueError(
