@@ -11,6 +11,7 @@ from tensordict import NestedKey, TensorDictBase, unravel_key
 from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModule, dispatch
 from torch import Tensor
 from torchrl.data import Composite
+from torchrl.objectives.value import ValueEstimatorBase
 
 from edenrl.modules import TaskConstraint
 from edenrl.objectives.gae import GAE
@@ -83,14 +84,14 @@ class TwoChannelGAE(GAE):
     """
 
     @dataclass
-    class _AcceptedKeys(GAE._AcceptedKeys):
+    class _AcceptedKeys(ValueEstimatorBase._AcceptedKeys):
         reward: NestedKey = "reward_channels"
         reward_groups: NestedKey = "reward_groups"
 
     default_keys = _AcceptedKeys
     tensor_keys: _AcceptedKeys
 
-    def forward(self, tensordict: TensorDictBase, **kwargs: Any) -> TensorDictBase:  # type: ignore[override]
+    def forward(self, tensordict: TensorDictBase, **kwargs: Any) -> TensorDictBase:
         """Writes rewards, values, advantages and value targets of both channels into the rollout and returns it."""
         groups = tensordict.get(("next", self.tensor_keys.reward_groups), None)
         _check_names(() if groups is None else groups.keys())

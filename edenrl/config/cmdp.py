@@ -41,7 +41,7 @@ class CMDPConfig(PPOConfig):
     """Widths of the actor's hidden layers, as 256,128,64."""
     critic_hidden: tuple[Count, ...] = (256, 256, 128)
     """Widths of the critic's hidden layers, as 256,128,64."""
-    normalize_advantage: Literal["rollout", "none"] = "rollout"  # type: ignore[assignment]
+    normalize_advantage: Literal["rollout", "none"] = "rollout"
     """Over what the advantages of each channel are brought to mean 0 and variance 1."""
 
     def constraint_options(self) -> dict[str, Any]:

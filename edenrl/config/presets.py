@@ -69,7 +69,7 @@ QUADRUPED_TERRAIN: dict[str, Any] = QUADRUPED | {
 _BOTH = ("alive", "trot", "air_time", "stand", "stand_pose", "height", "pose")
 _STYLE = {"torque": -6e-4, "action_rate": -0.03, "joint_acceleration": -7.5e-7}
 QUADRUPED_STYLE: dict[str, Any] = QUADRUPED | {
-    "total_frames": 1_500_000,
+    "total_frames": 1_200_000,
     "env": {
         "num_envs": 64,
         "kwargs": {
@@ -80,7 +80,7 @@ QUADRUPED_STYLE: dict[str, Any] = QUADRUPED | {
         },
     },
     "algorithm": QUADRUPED["algorithm"]
-    | {"epochs": 5, "warmup_iters": 400, "vg_window": 128, "vg_star_window": 2000, "clip_value": True},
+    | {"epochs": 5, "warmup_iters": 300, "vg_window": 128, "vg_star_window": 2000, "clip_value": True},
     "evaluation": {"num_episodes": 64, "metric": "updates"},
 }
 """Velocity commands on flat ground, for constrained PPO: tracking against energy and smoothness."""
