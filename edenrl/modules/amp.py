@@ -126,7 +126,7 @@ class Discriminator(nn.Module):
         training = self.training
         self.eval()  # no power iteration
         try:
-            return self(windows)  # type: ignore[no-any-return]
+            return self(windows)
         finally:
             self.train(training)
 
