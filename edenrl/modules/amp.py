@@ -278,9 +278,9 @@ class SaturationWatch:
             self._warned = True
             _log.warning(
                 "The discriminator's accuracy was above %g for %d iterations: it tells every window apart. While "
-                "style_reward rises and d_expert - d_policy narrows that does no harm; with a style reward near 0 check "
-                "that clips and environment agree in order and units of the frame, raise grad_penalty_coeff, or train the "
-                "discriminator less often (discriminator_interval).",
+                "style_reward rises and d_expert - d_policy narrows that does no harm; with a style reward near 0, "
+                "check that clips and environment agree in order and units of the frame, raise grad_penalty_coeff, or "
+                "train the discriminator less often (discriminator_interval).",
                 self.limit,
                 self.patience,
             )
