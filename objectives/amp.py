@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
@@ -117,7 +117,8 @@ class AMPLoss(LossModule):
         def outputs(expert: Tensor) -> Tensor:
             return self.discriminator.network(torch.stack([expert, policy])).squeeze(-1)
 
-        both, pull_back = torch.func.vjp(outputs, expert)
+        derived: Any = torch.func.vjp(outputs, expert)
+        both, pull_back = derived
         (slope,) = pull_back(torch.stack([torch.ones_like(both[0]), torch.zeros_like(both[1])]))
         d_expert, d_policy = both
         squared = 0.5 * ((d_expert - 1).square() + (d_policy + 1).square())
