@@ -176,15 +176,16 @@ class FlashSACLoss(LossModule):
         ):
             if not good:
                 raise ValueError(f"FlashSACLoss needs {name} {wanted}, got {value!r}.")
-        first = getattr(actor_network, "module", [None])[0] if hasattr(actor_network, "get_dist") else None
-        if not isinstance(getattr(first, "module", None), FlashActor):
+        parts = getattr(actor_network, "module", None) if hasattr(actor_network, "get_dist") else None
+        actor = None if parts is None else getattr(parts[0], "module", None)
+        if not isinstance(actor, FlashActor):
             raise ValueError(f"FlashSACLoss needs an actor from flash_actor, got {type(actor_network).__name__}.")
         if not isinstance(getattr(critic_network, "module", None), FlashCritic):
             raise ValueError(f"FlashSACLoss needs a critic from flash_critic, got {type(critic_network).__name__}.")
         super().__init__()
         self.actor_network, self.critic_network = actor_network, critic_network
         self.target_critic = copy.deepcopy(critic_network).requires_grad_(False)
-        num_actions = len(first.module.mean_bias)
+        num_actions = len(actor.mean_bias)
         self.target_entropy = (
             0.5 * num_actions * (_LOG_2PI + 1 + 2 * math.log(target_sigma))
             if target_entropy is None
@@ -322,16 +323,19 @@ class FlashSACLoss(LossModule):
         )
 
     @property
-    def _actor(self) -> nn.Module:
-        return self.actor_network.module[0].module
+    def _actor(self) -> FlashActor:
+        actor: FlashActor = self.actor_network.module[0].module
+        return actor
 
     @property
-    def _critic(self) -> nn.Module:
-        return self.critic_network.module
+    def _critic(self) -> FlashCritic:
+        critic: FlashCritic = self.critic_network.module
+        return critic
 
     @property
-    def _target(self) -> nn.Module:
-        return self.target_critic.module
+    def _target(self) -> FlashCritic:
+        critic: FlashCritic = self.target_critic.module
+        return critic
 
     @staticmethod
     def _noise(like: Tensor) -> Tensor:
