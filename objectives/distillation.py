@@ -113,7 +113,7 @@ class DepthDistillationLoss(LossModule):
         """Trained parameters: "student_actor", "depth_backbone" (convolutions) and "depth_recurrent" (the rest)."""
         encoder = self.student.encoder
         recurrent = [module for name, module in encoder.named_children() if name != "backbone"]
-        parts = {
+        parts: dict[str, list[nn.Module]] = {
             "student_actor": [self.student.actor],
             "depth_backbone": [encoder.backbone],
             "depth_recurrent": recurrent,

@@ -139,7 +139,7 @@ class DepthEncoder(nn.Module):
 
     def start(self, batch: int) -> Tensor:
         """The state before the first image: zeros ``[batch, hidden]``."""
-        return self.out[0].weight.new_zeros(batch, self.hidden)
+        return self.gru.weight_hh.new_zeros(batch, self.hidden)
 
     def forward(self, depth: Tensor, prop: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Sees one image in each row.

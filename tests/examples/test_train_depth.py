@@ -238,7 +238,7 @@ def test_a_rollout_of_the_policy_is_what_the_collector_collects(student_run):
         (["TEACHER", "--env.name=OtherCadence"], "update_interval=5 steps; OtherCadence makes a new image every 4"),
         (["TEACHER", "--algorithm.update_interval=2"], "update_interval=2 steps; DepthTask makes a new image every 5"),
         (["TEACHER", "--algorithm.teacher.actor_hidden=[9]"], "does not fit this policy"),
-        (["TEACHER", "--algorithm.gru=3"], "--algorithm.depth_hidden"),
+        (["TEACHER", "--algorithm.depth_hiden=3"], "--algorithm.depth_hidden"),
         (["TEACHER", "--algorithm.teacher_checkpoint=3"], "3 is no checkpoint"),
     ],
 )
@@ -246,7 +246,7 @@ def test_mistakes_get_a_message_that_names_the_fix(teacher_run, tmp_path, capsys
     monkeypatch.chdir(tmp_path)
     flags = [str(teacher_run) if flag == "TEACHER" else flag for flag in flags]
     with pytest.raises(SystemExit) as stopped:
-        run_script(lambda: distill_rma.main([*flags, *(TINY[1:] if "--algorithm.gru=3" not in flags else [])]))
+        run_script(lambda: distill_rma.main([*flags, *TINY[1:]]))
     message = capsys.readouterr().err
     assert stopped.value.code in (1, 2) and expected in message and "Traceback" not in message
 
