@@ -83,7 +83,7 @@ HIDDEN_POINT_MASS_RMA: dict[str, Any] = {
         "desired_kl": 0.02,
         "entropy_coeff": 0.0,
         "init_std": 0.5,
-        "dagger_update_freq": 3,
+        "dagger_update_freq": 5,
         "priv_reg_begin": 120,
         "priv_reg_length": 50,
         "priv_reg_end": 0.02,
