@@ -17,8 +17,8 @@ __all__ = ["HiddenPointMass"]
 _DT = 0.05  # s
 _DAMPING = 1.0  # kg/s
 _MASS = (0.5, 2.0)  # kg
-_GAIN = (1.5, 4.0)  # N at full action
-_OFFSET = 0.8  # N
+_GAIN = (2.0, 4.0)  # N at full action
+_OFFSET = 1.2  # N
 _MAX_DELAY = 6  # steps
 _RADIUS = 0.5  # m
 _TURN_RATE = (0.5, 1.0)  # rad/s
@@ -38,11 +38,11 @@ class HiddenPointMass(TensorStateEnv):
     p <- clamp(p + v dt, -1, 1)      (v is 0 along an axis that is stopped)
     ```
 
-    Drawn for every episode: ``mass`` in [0.5, 2] kg and the ``gain`` of each axis in [1.5, 4] N, log-uniform; the
-    ``offset`` of each axis, within 0.8 N; a ``delay`` of 0 to 6 steps; the
+    Drawn for every episode: ``mass`` in [0.5, 2] kg and the ``gain`` of each axis in [2, 4] N, log-uniform; the
+    ``offset`` of each axis, within 1.2 N; a ``delay`` of 0 to 6 steps; the
     target's turn rate, 0.5 to 1 rad/s in either direction, and its first angle. The
     point starts at rest, within 0.2 m of the target along each axis. The reward of a step is
-    ``1 / (1 + (distance / 0.1)^2)``. Episodes end by truncation only.
+    ``1 / (1 + distance / 0.1)``. Episodes end by truncation only.
 
     Keys, for ``N`` environments (the groups of RMA):
 
@@ -50,7 +50,7 @@ class HiddenPointMass(TensorStateEnv):
     |---|---|---|
     | ``prop`` | ``[N, 8]`` | target less position 2, measured velocity 2 (noise of 0.05 m/s), target's velocity 2, last action 2 |
     | ``priv_explicit`` | ``[N, 2]`` | true velocity |
-    | ``priv_latent`` | ``[N, 6]`` | log2 of the mass, log2 of the gains 2, offsets 2 (2), delay / 6 |
+    | ``priv_latent`` | ``[N, 6]`` | log2 of the mass, log2 of the gains 2, offsets 2, delay / 6 |
     | ``prop_history`` | ``[N, 80]`` | the last 10 frames of prop, oldest first; the first frame of an episode fills it |
     | ``critic`` | ``[N, 16]`` | prop, priv_explicit and priv_latent, also when ``hidden`` |
     | ``metrics`` | | ``tracking_error``, the mean distance in this episode, ``[N, 1]`` |
@@ -140,7 +140,7 @@ class HiddenPointMass(TensorStateEnv):
         """Pack the state into fresh tensors."""
         state = self._state
         delay = state["delay"] / _MAX_DELAY
-        latent = torch.cat([state["mass"].log2(), state["gain"].log2(), 2.0 * state["offset"], delay], -1)
+        latent = torch.cat([state["mass"].log2(), state["gain"].log2(), state["offset"], delay], -1)
         prop, velocity = state["history"][:, -1].clone(), state["velocity"].clone()
         history, shown = state["history"].flatten(1), 0.0 if self.hidden else 1.0
         truncated = state["steps"] >= self.max_steps
@@ -177,7 +177,7 @@ class HiddenPointMass(TensorStateEnv):
         state["steps"] = state["steps"] + 1
         state["history"] = torch.cat([state["history"][:, 1:], self._frame(state)[:, None]], 1)
         self._state = state
-        return self._observe().set("reward", 1.0 / (1.0 + (distance / _WIDTH).square()))
+        return self._observe().set("reward", 1.0 / (1.0 + distance / _WIDTH))
 
     def policy_contract(self) -> dict[str, Any]:
         """What a deployed policy must know, for ``edenrl.export``: terms, layout of the history, actions, rate."""
