@@ -58,5 +58,5 @@ def test_constrained_ppo_keeps_the_share_of_the_task_that_is_asked_for(tmp_path,
     table = read_metrics(tmp_path / "run" / "metrics.csv")
     settled = [row["task_ratio"] for row in table[-60:]]
     assert abs(sum(settled) / len(settled) - alpha) <= 0.05
-    # The task alone costs the goal's own speed in each of 20 steps, a style of -20 or less.
-    assert table[-1]["eval/style_return"] > -17
+    # On the task alone it is about -130.
+    assert table[-1]["eval/style_return"] > -60
