@@ -107,7 +107,7 @@ class RepeatedNoise(TensorDictModuleBase):
         steps = torch.where(fresh, lengths, steps) - 1
         unit = torch.where(self.uniform, 2 * torch.rand_like(loc) - 1, (loc + scale * noise).tanh())
         tensordict.set("action", self.low + (self.high - self.low) * (0.5 * (unit + 1)))
-        return tensordict.set("next", {"noise": noise, "noise_steps": steps})
+        return tensordict.set(("next", "noise"), noise).set(("next", "noise_steps"), steps)
 
 
 def exploring_policy(actor: ProbabilisticActor, noise: RepeatedNoise) -> TensorDictSequential:

@@ -127,7 +127,11 @@ class NStepReplayBuffer(TensorDictReplayBuffer):
                 f"NStepReplayBuffer holds steps of {len(self._last)} environments, got {len(tensordicts)} rows. Keep "
                 "the number of environments, or use one buffer for each collector."
             )
-        data = self._stored_part(tensordicts.to(self.device) if self.device.type != "cpu" else tensordicts)
+        with self._replay_lock:  # with prefetch, samples are drawn in another thread
+            return self._extend_rows(tensordicts.to(self.device) if self.device.type != "cpu" else tensordicts)
+
+    def _extend_rows(self, tensordicts: TensorDictBase) -> Tensor:
+        data = self._stored_part(tensordicts)
         after = data["next"].select(*self.observations)  # the observation after each step, in full precision
         self._mark_breaks(data, after)
         stored = data.exclude(*[("next", key) for key in self.observations]).transpose(0, 1).contiguous()
@@ -146,7 +150,7 @@ class NStepReplayBuffer(TensorDictReplayBuffer):
         ended = (stored[_TERMINATED] | stored[_TRUNCATED]).squeeze(-1)
         finals = {key: self._reduced(after.get(key).transpose(0, 1)[ended], key) for key in self.observations}
         steps, rows = ended.nonzero().unbind(-1)
-        index = super().extend(stored, update_priority=update_priority)
+        index = super().extend(stored)
         self._ends.add((self._written + steps) * ended.shape[1] + rows, finals)
         self._written += len(ended)
         self._ends.forget_before(max(self._written - capacity, 0) * ended.shape[1])
@@ -241,6 +245,10 @@ class NStepReplayBuffer(TensorDictReplayBuffer):
         return self.samplable > 0
 
     def _sample(self, batch_size: int) -> tuple[TensorDictBase, dict[str, Any]]:
+        with self._replay_lock:
+            return self._sample_windows(batch_size)
+
+    def _sample_windows(self, batch_size: int) -> tuple[TensorDictBase, dict[str, Any]]:
         count = self.samplable
         if not count or self._last is None:
             raise RuntimeError(

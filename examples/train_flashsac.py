@@ -22,8 +22,8 @@ from edenrl.training import speedups as usable_speedups
 # Settings by environment, found by measuring (docs/pages/results.md); each can be overridden on the command line.
 PRESETS = {
     "HalfCheetah-v5": dict(total_frames=300_000, env=dict(num_envs=16)),
-    "Pendulum-v1": dict(total_frames=20_000, env=dict(num_envs=4)),
-    "InvertedPendulum-v5": dict(total_frames=20_000, env=dict(num_envs=4)),
+    "Pendulum-v1": dict(total_frames=12_000, env=dict(num_envs=4), algorithm=dict(steps_per_env=50)),
+    "InvertedPendulum-v5": dict(total_frames=12_000, env=dict(num_envs=4), algorithm=dict(steps_per_env=50)),
     "PointMass": dict(total_frames=100_000, env=dict(num_envs=16, kwargs=dict(success_bonus=50.0))),
     "Quadruped": dict(total_frames=300_000, env=dict(num_envs=16)),
 }
@@ -106,7 +106,7 @@ def main(argv=None):
                 replay.extend(rollout)
                 rollouts.append(rollout.select("action", "next"))
                 ready = len(replay) >= warmup and replay.can_sample()
-                noise.uniform.logical_and_(torch.tensor(not ready))
+                noise.uniform.mul_(not ready)
                 for _ in range(algo.updates_per_step if ready else 0):
                     batch = replay.sample().to(device)
                     if steps["critic"].updates % algo.actor_delay == 0:
