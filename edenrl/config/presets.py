@@ -110,7 +110,7 @@ QUADRUPED_TERRAIN_RMA: dict[str, Any] = QUADRUPED_TERRAIN | {
 """RMA on the courses, with networks for a CPU."""
 
 HIDDEN_POINT_MASS_RMA: dict[str, Any] = {
-    "total_frames": 900_000,
+    "total_frames": 600_000,
     "env": {"num_envs": 128},
     "algorithm": {
         "actor_hidden": (64, 64),
@@ -127,7 +127,7 @@ HIDDEN_POINT_MASS_RMA: dict[str, Any] = {
         "entropy_coeff": 0.0,
         "init_std": 0.5,
         "dagger_update_freq": 5,
-        "priv_reg_begin": 180,
+        "priv_reg_begin": 120,
         "priv_reg_length": 50,
         "priv_reg_end": 0.02,
         "clip_value": False,

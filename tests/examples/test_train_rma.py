@@ -256,3 +256,18 @@ def test_two_processes_keep_one_model(tmp_path):
     start(3, f"--run_dir={tmp_path / 'parts'}", "--quiet", *TINY)
     start(4, f"--resume={tmp_path / 'parts'}")
     assert rows(tmp_path / "whole") == rows(tmp_path / "parts") and len(rows(tmp_path / "whole")) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_the_history_replaces_what_is_hidden(tmp_path, seed):
+    """The deployed policy keeps 90 % of the teacher's return and is above the same network that is told nothing."""
+    returns = {}
+    for name, hidden in (("rma", "false"), ("blind", "true")):
+        flags = [f"--seed={seed}", f"--env.kwargs.hidden={hidden}", "--quiet", "--num_threads=1"]
+        train_rma.main([f"--run_dir={tmp_path / name}", "--evaluation.interval_iterations=1000", *flags])
+        cfg, policy = policy_of(tmp_path / name)
+        net = rma_composition(policy)
+        for composition, acting in (("", policy), ("-teacher", rma_policy(net.actor, net.source, estimated=True))):
+            returns[name + composition] = evaluate_run(cfg, acting, num_episodes=512, seed=777)["return_mean"]
+    assert returns["rma"] >= 0.9 * returns["rma-teacher"] and returns["rma"] > returns["blind"]
