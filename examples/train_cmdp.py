@@ -32,7 +32,7 @@ from edenrl.training import (
 SMALL = dict(actor_hidden=(64, 64), critic_hidden=(64, 64), clip_value=False, desired_kl=0.02, entropy_coeff=0.0)
 PRESETS = {
     "ConflictPointMass": dict(
-        total_frames=600_000,
+        total_frames=900_000,
         algorithm=SMALL | dict(gamma=0.8, lmbda=0.8, steps_per_env=8, epochs=4, num_minibatches=2, lr=1e-3)
         | dict(init_std=0.5, warmup_iters=60, vg_window=256, vg_star_window=1000),
         evaluation=dict(num_episodes=128, metric="updates"),

@@ -184,6 +184,8 @@ def test_state_dict_resumes_bit_for_bit(kind: type[Quadruped]) -> None:
         ({"commands": {"vx": [1, 0]}}, r"vx=\[1, 0\]"),
         ({"randomize": {"mass": [0, 1]}}, "randomize names 'mass'"),
         ({"rewards": {"trt": 1.0}}, "rewards names .*'trt'"),
+        ({"term_groups": {"trt": "style"}}, "term_groups names .*'trt'"),
+        ({"term_groups": {"trot": "stile"}}, r"term_groups gives \{'trot': 'stile'\}.*'style'"),
         ({"zero_commands": 2.0}, "zero_commands=2.0"),
         ({"episode_seconds": 0.0}, "episode_seconds=0.0"),
         ({"history_length": 0}, "history_length=0"),
@@ -516,6 +518,20 @@ def test_reward_is_the_sum_of_its_groups_or_zero_and_weights_can_be_replaced() -
     steps, _ = play(env, env.reset(), torch.rand(5, 3, 12) - 0.5)
     assert all((step["next", "reward_groups", "task"] == 0).all() for step in steps)
     assert all((step["next", "reward"] == 0).all() for step in steps)
+
+
+def test_terms_move_between_groups() -> None:
+    actions = torch.rand(20, 3, 12) - 0.5
+    totals = []
+    for moved in ({}, {"torque": "style", "alive": "penalty"}):
+        env = make(3, groups=["reward_groups"], term_groups=moved, rewards={"alive": 0.5})
+        steps, _ = play(env, env.reset(), actions)
+        totals.append(torch.stack([torch.cat(list(s["next", "reward_groups"].values()), -1) for s in steps]))
+    (before, after), alive = totals, 0.5 * 0.02
+    torch.testing.assert_close(after[..., 0], before[..., 0] - alive)
+    torque = after[..., 1] - before[..., 1]
+    assert (torque < 0).all()
+    torch.testing.assert_close(after[..., 2], before[..., 2] + alive - torque)
 
 
 def test_a_fall_terminates() -> None:
