@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -46,7 +46,7 @@ class RMAConfig(PPOSettings):
     """Weight of the distance between both latents up to update priv_reg_begin."""
     priv_reg_end: NonNegative = 0.1
     """Weight of the distance between both latents in the end."""
-    priv_reg_begin: NonNegative = 2000
+    priv_reg_begin: Annotated[int, Field(ge=0)] = 2000
     """Updates (of a whole rollout, by PPO or DAgger) before the weight begins to change."""
     priv_reg_length: Count = 3000
     """Updates in which it changes."""

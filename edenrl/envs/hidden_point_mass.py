@@ -17,46 +17,48 @@ __all__ = ["HiddenPointMass"]
 _DT = 0.05  # s
 _DAMPING = 1.0  # kg/s
 _MASS = (0.5, 2.0)  # kg
-_GAIN = (1.0, 4.0)  # N at full action
-_MAX_DELAY = 3  # steps
+_GAIN = (2.0, 4.0)  # N at full action
+_OFFSET = 1.2  # N
+_MAX_DELAY = 6  # steps
 _RADIUS = 0.5  # m
 _TURN_RATE = (0.5, 1.0)  # rad/s
-_VELOCITY_NOISE = 0.1  # m/s
+_VELOCITY_NOISE = 0.05  # m/s
 _WIDTH = 0.1  # m
 _ARENA = 1.0  # m
 _PROP, _FRAMES = 8, 10
 
 
 class HiddenPointMass(TensorStateEnv):
-    """A point that must follow a target on a circle, with a mass, gains and a delay drawn for every episode.
+    """A point that must follow a target on a circle, with a mass, gains, offsets and a delay drawn for every episode.
 
     One control step of ``dt = 0.05`` s, with the action of ``delay`` steps ago, is semi-implicit Euler:
 
     ```
-    v <- v + (gain * clamp(a[t - delay], -1, 1) - 1.0 v) / mass * dt
+    v <- v + (gain * clamp(a[t - delay], -1, 1) + offset - 1.0 v) / mass * dt
     p <- clamp(p + v dt, -1, 1)      (v is 0 along an axis that is stopped)
     ```
 
-    Drawn for every episode: ``mass`` in [0.5, 2] kg and the ``gain`` of each axis of magnitude 1 to 4 N, log-uniform,
-    both gains with one sign (the motors may be wired the other way round), and a ``delay`` of 0 to 3 steps; the
+    Drawn for every episode: ``mass`` in [0.5, 2] kg and the ``gain`` of each axis in [2, 4] N, log-uniform; the
+    ``offset`` of each axis, within 1.2 N; a ``delay`` of 0 to 6 steps; the
     target's turn rate, 0.5 to 1 rad/s in either direction, and its first angle. The
     point starts at rest, within 0.2 m of the target along each axis. The reward of a step is
-    ``1 / (1 + (distance / 0.1)^2)``. Episodes end by truncation only.
+    ``1 / (1 + distance / 0.1)``. Episodes end by truncation only.
 
     Keys, for ``N`` environments (the groups of RMA):
 
     | group | shape | content |
     |---|---|---|
-    | ``prop`` | ``[N, 8]`` | target less position 2, measured velocity 2 (noise of 0.1 m/s), target's velocity 2, last action 2 |
+    | ``prop`` | ``[N, 8]`` | target less position 2, measured velocity 2 (noise of 0.05 m/s), target's velocity 2, last action 2 |
     | ``priv_explicit`` | ``[N, 2]`` | true velocity |
-    | ``priv_latent`` | ``[N, 4]`` | log2 of the mass, gains / 2 N, delay / 3 |
+    | ``priv_latent`` | ``[N, 6]`` | log2 of the mass, log2 of the gains 2, offsets 2, delay / 6 |
     | ``prop_history`` | ``[N, 80]`` | the last 10 frames of prop, oldest first; the first frame of an episode fills it |
+    | ``critic`` | ``[N, 16]`` | prop, priv_explicit and priv_latent, also when ``hidden`` |
     | ``metrics`` | | ``tracking_error``, the mean distance in this episode, ``[N, 1]`` |
 
     Args:
         num_envs: Number of environments ``N``, at least 1.
         device: Device of the states and of the random generator. Default: CPU.
-        hidden: Leave ``priv_latent`` and ``prop_history`` zero: nothing then tells the parameters. Default False.
+        hidden: Leave ``priv_latent`` and ``prop_history`` zero: an actor then has nothing that tells the parameters. Default False.
         max_steps: Steps until truncation, at least 1. Default 100.
         seed: Seed of the environment's own generator. Default: drawn from torch's global generator.
         dtype: Floating-point type of every entry. Default: ``torch.get_default_dtype()``.
@@ -87,7 +89,7 @@ class HiddenPointMass(TensorStateEnv):
 
     def _make_specs(self) -> None:
         shape = self.batch_size
-        widths = {"prop": _PROP, "priv_explicit": 2, "priv_latent": 4, "prop_history": _FRAMES * _PROP}
+        widths = {"prop": _PROP, "priv_explicit": 2, "priv_latent": 6, "prop_history": _FRAMES * _PROP, "critic": 16}
         metrics = Composite(tracking_error=self._columns(), shape=shape, device=self.device)
         self.observation_spec = Composite(
             **{name: self._columns(width) for name, width in widths.items()},
@@ -100,15 +102,16 @@ class HiddenPointMass(TensorStateEnv):
         self.done_spec = self._done_flags()
 
     def _draw_state(self) -> dict[str, Tensor]:
-        either = self._uniform(-1.0, 1.0, 2).sign()
+        either = self._uniform(-1.0, 1.0, 1).sign()
         angle = self._uniform(0.0, 2 * math.pi, 1)
         delay = self._uniform(0.0, 1.0, 1).mul(_MAX_DELAY + 1).floor().clamp(max=_MAX_DELAY)
         zero = torch.zeros(self.num_envs, 2, dtype=self._float, device=self.device)
         state = {
             "mass": self._uniform(math.log(_MASS[0]), math.log(_MASS[1]), 1).exp(),
-            "gain": self._uniform(math.log(_GAIN[0]), math.log(_GAIN[1]), 2).exp() * either[:, :1],
+            "gain": self._uniform(math.log(_GAIN[0]), math.log(_GAIN[1]), 2).exp(),
+            "offset": self._uniform(-_OFFSET, _OFFSET, 2),
             "delay": delay.to(torch.int64),
-            "turn_rate": self._uniform(*_TURN_RATE, 1) * either[:, 1:],
+            "turn_rate": self._uniform(*_TURN_RATE, 1) * either,
             "angle": angle,
             "position": _on_circle(angle) + self._uniform(-0.2, 0.2, 2),
             "velocity": zero,
@@ -136,16 +139,19 @@ class HiddenPointMass(TensorStateEnv):
     def _observe(self) -> TensorDict:
         """Pack the state into fresh tensors."""
         state = self._state
-        latent = torch.cat([state["mass"].log2(), state["gain"] / 2.0, state["delay"] / _MAX_DELAY], -1)
+        delay = state["delay"] / _MAX_DELAY
+        latent = torch.cat([state["mass"].log2(), state["gain"].log2(), state["offset"], delay], -1)
+        prop, velocity = state["history"][:, -1].clone(), state["velocity"].clone()
         history, shown = state["history"].flatten(1), 0.0 if self.hidden else 1.0
         truncated = state["steps"] >= self.max_steps
         error = state["distance"].detach() / state["steps"].clamp_min(1)
         return TensorDict(
             {
-                "prop": state["history"][:, -1].clone(),
-                "priv_explicit": state["velocity"].clone(),
+                "prop": prop,
+                "priv_explicit": velocity,
                 "priv_latent": shown * latent,
                 "prop_history": shown * history,
+                "critic": torch.cat([prop, velocity, latent], -1),
                 "metrics": TensorDict({"tracking_error": error}, batch_size=self.batch_size, device=self.device),
                 "done": truncated,
                 "terminated": torch.zeros_like(truncated),
@@ -160,7 +166,7 @@ class HiddenPointMass(TensorStateEnv):
         action = tensordict.get("action").to(self._float).clamp(-1.0, 1.0)
         state["actions"] = torch.cat([action[:, None], state["actions"][:, :-1]], 1)
         applied = state["actions"].take_along_dim(state["delay"][..., None], 1).squeeze(1)
-        force = state["gain"] * applied - _DAMPING * state["velocity"]
+        force = state["gain"] * applied + state["offset"] - _DAMPING * state["velocity"]
         state["velocity"] = state["velocity"] + _DT * force / state["mass"]
         free = state["position"] + _DT * state["velocity"]
         state["position"] = free.clamp(-_ARENA, _ARENA)
@@ -171,7 +177,7 @@ class HiddenPointMass(TensorStateEnv):
         state["steps"] = state["steps"] + 1
         state["history"] = torch.cat([state["history"][:, 1:], self._frame(state)[:, None]], 1)
         self._state = state
-        return self._observe().set("reward", 1.0 / (1.0 + (distance / _WIDTH).square()))
+        return self._observe().set("reward", 1.0 / (1.0 + distance / _WIDTH))
 
     def policy_contract(self) -> dict[str, Any]:
         """What a deployed policy must know, for ``edenrl.export``: terms, layout of the history, actions, rate."""

@@ -253,6 +253,8 @@ class RMAComposition(nn.Module):
         estimated: bool = False,
     ) -> None:
         super().__init__()
+        if latent not in ("privileged", "history", "switched"):
+            raise ValueError(f"latent={latent!r} was given; expected 'privileged', 'history' or 'switched'.")
         self.actor, self.latent, self.estimated = actor, latent, estimated
         present = [name for name, width in actor.widths.items() if width]
         self.flat = keys if isinstance(keys, str | tuple) else None

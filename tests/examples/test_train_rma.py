@@ -30,6 +30,7 @@ TINY = [
     "--algorithm.dagger_update_freq=3",
     "--algorithm.priv_reg_begin=2",
     "--algorithm.priv_reg_length=6",
+    "--algorithm.priv_reg_end=0.1",
     "--evaluation.num_episodes=4",
     "--evaluation.interval_iterations=1000",
     "--checkpoint.interval_iterations=1",
@@ -70,26 +71,26 @@ class Flat(HiddenPointMass):
     """HiddenPointMass with all parts in one group, and their mirror image along x."""
 
     mirrors = {
-        "policy": SignedPermutation(range(94), [-1, 1] * 4 + [-1, 1] + [1] * 4 + [-1, 1] * 40),
+        "policy": SignedPermutation(range(96), [-1, 1] * 5 + [1] * 3 + [-1, 1] + [1] + [-1, 1] * 40),
         "action": SignedPermutation(range(2), [-1, 1]),
     }
 
     def __init__(self, num_envs, **kwargs):
         super().__init__(num_envs, **kwargs)
-        for name in ("prop", "priv_explicit", "priv_latent", "prop_history"):
+        for name in ("prop", "priv_explicit", "priv_latent", "prop_history", "critic"):
             del self.observation_spec[name]
-        self.observation_spec["policy"] = self._columns(94)
+        self.observation_spec["policy"] = self._columns(96)
 
     def _observe(self):
         td = super()._observe()
         parts = [td.pop(name) for name in ("prop", "priv_explicit", "priv_latent", "prop_history")]
-        return td.set("policy", torch.cat(parts, -1))
+        return td.exclude("critic").set("policy", torch.cat(parts, -1))
 
 
 FLAT = [
     "--env.name=Flat",
     "--algorithm.actor_groups=policy",
-    '--algorithm.widths={"prop": 8, "priv_explicit": 2, "priv_latent": 4, "history": 80}',
+    '--algorithm.widths={"prop": 8, "priv_explicit": 2, "priv_latent": 6, "history": 80}',
 ]
 
 
@@ -180,7 +181,7 @@ def test_the_run_keeps_evaluates_and_exports_the_deployed_policy(whole, capsys, 
     net = rma_composition(policy)
     assert net.latent == "history" and net.estimated
     spec = PolicySpec.model_validate_json((whole / "policy" / "policy_spec.json").read_text())
-    assert [group.name for group in spec.observations.groups] == ["prop", "prop_history"]
+    assert [group.key for group in spec.observations] == ["prop", "prop_history"]
     assert spec.model.verification is not None
     monkeypatch.setitem(sys.modules, "train_rma", train_rma)
     capsys.readouterr()
@@ -194,7 +195,7 @@ def test_the_robot_trains_and_exports(tmp_path, monkeypatch):
     flags += ["--algorithm.scan_hidden=8,4", '--env.kwargs.kinds=["rough"]']
     train(tmp_path / "run", 3, *flags, "--export")
     spec = PolicySpec.model_validate_json((tmp_path / "run" / "policy" / "policy_spec.json").read_text())
-    assert [group.name for group in spec.observations.groups] == ["prop", "scan", "prop_history"]
+    assert [group.key for group in spec.observations] == ["prop", "scan", "prop_history"]
 
 
 # Mistakes -------------------------------------------------------------------------------------------------------------
@@ -212,7 +213,7 @@ def test_the_robot_trains_and_exports(tmp_path, monkeypatch):
         (["--env.action_mode=squash"], "unsquashed Gaussian; got env.action_mode 'squash'"),
         (["--algorithm.symmetry=augment"], "Symmetry needs a mirror for ['prop'"),
         (["--algorithm.symmetry=loss"], "MirrorLoss needs a mirror for ['prop'"),
-        (["--algorithm.dagger_update_freq=0"], "algorithm.dagger_update_freq = 0"),
+        (["--algorithm.dagger_update_freq=0"], "algorithm.dagger_update_freq = '0'"),
         (["--algorithm.priv_hidden=[]"], "algorithm.priv_hidden"),
         (["--algorithm.widths.props=8"], "widths names ['props']; expected prop, scan"),
     ],
@@ -255,3 +256,18 @@ def test_two_processes_keep_one_model(tmp_path):
     start(3, f"--run_dir={tmp_path / 'parts'}", "--quiet", *TINY)
     start(4, f"--resume={tmp_path / 'parts'}")
     assert rows(tmp_path / "whole") == rows(tmp_path / "parts") and len(rows(tmp_path / "whole")) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_the_history_replaces_what_is_hidden(tmp_path, seed):
+    """The deployed policy keeps 90 % of the teacher's return and is above the same network that is told nothing."""
+    returns = {}
+    for name, hidden in (("rma", "false"), ("blind", "true")):
+        flags = [f"--seed={seed}", f"--env.kwargs.hidden={hidden}", "--quiet", "--num_threads=1"]
+        train_rma.main([f"--run_dir={tmp_path / name}", "--evaluation.interval_iterations=1000", *flags])
+        cfg, policy = policy_of(tmp_path / name)
+        net = rma_composition(policy)
+        for composition, acting in (("", policy), ("-teacher", rma_policy(net.actor, net.source, estimated=True))):
+            returns[name + composition] = evaluate_run(cfg, acting, num_episodes=512, seed=777)["return_mean"]
+    assert returns["rma"] >= 0.9 * returns["rma-teacher"] and returns["rma"] > returns["blind"]

@@ -8,7 +8,7 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 
-from edenrl.modules import RMA_CHUNKS, HistoryEncoder, RMAActor, rma_policy
+from edenrl.modules import RMA_CHUNKS, HistoryEncoder, RMAActor, rma_composition, rma_policy
 
 CLOSE = dict(atol=1e-5, rtol=1e-5)
 WIDTHS = dict(prop=6, scan=11, priv_explicit=3, priv_latent=5, history=60)
@@ -107,3 +107,119 @@ def test_history_encoders_of_other_lengths_equal_the_published_ones(golden, fram
     copy_layers(encoder, golden, history_layers(f"hist{frames}_encoder", golden))
     history = golden[f"hist{frames}_input"]
     torch.testing.assert_close(encoder(history.flatten(1)), golden[f"hist{frames}_latent"], **CLOSE)
+
+
+# Compositions ---------------------------------------------------------------------------------------------------------
+
+SMALL = dict(hidden=(8,), scan_hidden=(4,), priv_hidden=(3,), estimator_hidden=(8,))
+
+
+def data(shape=(5,)):
+    generator = torch.Generator().manual_seed(0)
+    td = TensorDict(
+        {name: torch.randn(*shape, width, generator=generator) for name, width in WIDTHS.items()}, batch_size=shape
+    )
+    return td.rename_key_("history", "prop_history")
+
+
+@pytest.mark.parametrize(
+    ("options", "reads"),
+    [
+        ({}, ["prop", "scan", "priv_explicit", "priv_latent"]),
+        (dict(estimated=True), ["prop", "scan", "priv_latent"]),
+        (dict(latent="history"), ["prop", "scan", "priv_explicit", "prop_history"]),
+        (dict(latent="history", estimated=True), ["prop", "scan", "prop_history"]),
+        (dict(latent="switched", estimated=True), ["prop", "scan", "priv_latent", "prop_history"]),
+    ],
+)
+def test_a_policy_reads_what_its_composition_uses(options, reads):
+    policy = rma_policy(RMAActor(WIDTHS, 4, **SMALL), **options)
+    assert policy.in_keys == reads
+    poisoned = data().apply(lambda x: x.clone())
+    for key in set(poisoned.keys()) - set(reads):
+        poisoned[key].fill_(float("nan"))
+    assert policy(poisoned)["loc"].isfinite().all()
+
+
+def test_compositions_share_weights_and_their_state_dict():
+    actor = RMAActor(WIDTHS, 4, **SMALL)
+    teacher, deployed = rma_policy(actor), rma_policy(actor, latent="history", estimated=True)
+    assert {id(p) for p in teacher.parameters()} == {id(p) for p in deployed.parameters()}
+    other = rma_policy(RMAActor(WIDTHS, 4, **SMALL), latent="history", estimated=True)
+    other.load_state_dict(teacher.state_dict())
+    torch.testing.assert_close(other(data())["loc"], deployed(data())["loc"])
+
+
+def test_the_switch_chooses_the_latent():
+    actor = RMAActor(WIDTHS, 4, **SMALL)
+    switched = rma_policy(actor, latent="switched", estimated=True)
+    for history in (False, True, False):
+        rma_composition(switched).use_history(history)
+        same = rma_policy(actor, latent="history" if history else "privileged", estimated=True)
+        torch.testing.assert_close(switched(data())["loc"], same(data())["loc"], rtol=0, atol=0)
+
+
+def test_the_estimate_is_a_constant_and_batches_may_have_any_shape():
+    actor = RMAActor(WIDTHS, 4, **SMALL)
+    policy = rma_policy(actor, latent="history", estimated=True)
+    td = data((2, 3, 4))
+    loc = policy(td.clone())["loc"]
+    assert loc.shape == (2, 3, 4, 4)
+    torch.testing.assert_close(policy(td.reshape(24))["loc"].reshape(2, 3, 4, 4), loc)
+    loc.sum().backward()
+    assert all(p.grad is None for p in actor.estimator.parameters())
+
+
+def test_without_a_scan():
+    widths = {name: width for name, width in WIDTHS.items() if name != "scan"}
+    actor, zero = RMAActor(widths, 4, **SMALL), RMAActor({**widths, "scan": 0}, 4, **SMALL)
+    assert actor.scan_encoder is None and [*actor.state_dict()] == [*zero.state_dict()]
+    assert rma_policy(actor, "policy")(TensorDict(policy=torch.zeros(2, 74), batch_size=[2]))["loc"].shape == (2, 4)
+
+
+def test_the_mean_starts_small_and_a_tanh_bounds_it():
+    actor = RMAActor(WIDTHS, 4, tanh=True, init_std=0.5)
+    loc, scale = rma_policy(actor)(data())["loc"], rma_policy(actor)(data())["scale"]
+    assert loc.abs().max() < 0.1
+    torch.testing.assert_close(scale, torch.full_like(loc, 0.5))
+    with torch.no_grad():
+        actor.backbone[-2].weight.mul_(1e6)
+    assert rma_policy(actor)(data())["loc"].abs().max() <= 1
+
+
+# Mistakes -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (dict(prop=0), r"Wrong: \['prop'\]"),
+        (dict(props=3), "expected the width of each of"),
+        (dict(history=61), "history is 61 wide, which is no multiple of the 6 of prop"),
+        (dict(history=66), r"history of 11 frames was given; its convolutions exist for \[10, 20, 50\] frames"),
+    ],
+)
+def test_widths_that_do_not_fit_are_refused(change, expected):
+    with pytest.raises(ValueError, match=expected):
+        RMAActor({**WIDTHS, **change}, 4, **SMALL)
+
+
+def test_a_wrong_width_prints_the_layout():
+    layout = r"prop 6 \| scan 11 \| priv_explicit 3 \| priv_latent 5 \| history 60"
+    actor = RMAActor(WIDTHS, 4, **SMALL)
+    with pytest.raises(ValueError, match=f"'policy' is 84 wide; expected 85, laid out as {layout}"):
+        rma_policy(actor, "policy")(TensorDict(policy=torch.zeros(2, 84), batch_size=[2]))
+    with pytest.raises(ValueError, match=rf"widths {{'scan': 12}} were given; expected {layout}"):
+        rma_policy(actor)(data().set("scan", torch.zeros(5, 12)))
+
+
+def test_unknown_keys_latents_and_chunks_that_are_missing():
+    actor = RMAActor(WIDTHS, 4, **SMALL)
+    with pytest.raises(ValueError, match=r"keys names \['hist'\]; this actor reads"):
+        rma_policy(actor, {"hist": "prop_history"})
+    with pytest.raises(ValueError, match="latent='histroy' was given"):
+        rma_policy(actor, latent="histroy")
+    with pytest.raises(ValueError, match="latent='histroy' was given"):
+        actor(torch.zeros(2, 6), latent="histroy")
+    with pytest.raises(ValueError, match="reads priv_latent, which was not given"):
+        actor(torch.zeros(2, 6), torch.zeros(2, 11), torch.zeros(2, 3))

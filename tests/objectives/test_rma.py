@@ -7,7 +7,9 @@ import pytest
 import torch
 from tensordict import TensorDict
 from torch import nn
+from torchrl.envs.utils import ExplorationType, set_exploration_type
 
+from edenrl.envs import HiddenPointMass
 from edenrl.modules import RMA_CHUNKS, RMAActor, gaussian_actor, rma_composition, rma_policy, value_critic
 from edenrl.objectives import LinearRamp, PPOLoss, RMADaggerLoss, RMALoss, make_loss
 from edenrl.testing import check_loss_module
@@ -233,6 +235,39 @@ def test_equal_latents_do_not_break_the_gradient():
     assert out["loss_priv_reg"] == out["loss_dagger"] == 0
     sum(value for name, value in out.items() if name.startswith("loss_")).backward()
     assert all(p.grad is None or bool(p.grad.isfinite().all()) for p in actor.parameters())
+
+
+def test_the_history_encoder_and_the_estimator_learn_what_a_task_tells():
+    """A teacher as it was made, acting on a task with hidden dynamics: its latent is in the history, not in a frame."""
+    torch.manual_seed(0)
+    widths = dict(prop=8, priv_explicit=2, priv_latent=6, history=80)
+    actor = RMAActor(widths, 2, hidden=(32,), priv_hidden=(16, 4), estimator_hidden=(16,))
+    acting = rma_policy(actor, latent="switched", estimated=True)
+    rma_composition(acting).use_history(True)
+    env = HiddenPointMass(128, seed=0)
+    with torch.no_grad(), set_exploration_type(ExplorationType.RANDOM):
+        train, test = (env.rollout(60, acting, break_when_any_done=False).reshape(-1) for _ in range(2))
+    loss, dagger = RMALoss(rma_policy(actor), functional=False), RMADaggerLoss(acting)
+    for td in (train, test):
+        td.set("advantage", torch.zeros(len(td), 1))
+    groups = {**loss.parameter_groups(), **dagger.parameter_groups()}
+    optimizer = torch.optim.Adam(groups["estimator"] + groups["history_encoder"], lr=3e-3)
+
+    def losses(td):
+        return dagger(td)["loss_dagger"], loss(td)["loss_estimator"]
+
+    before = [float(x.detach()) for x in losses(test)]
+    for _ in range(10):
+        for batch in train[torch.randperm(len(train))].split(512):
+            optimizer.zero_grad()
+            sum(losses(batch)).backward()
+            optimizer.step()
+    after = [float(x.detach()) for x in losses(test)]
+    # The same encoder on histories of other environments, whose frames tell as little as a single one would.
+    shuffled = test.clone()
+    shuffled["prop_history"] = test["prop_history"][torch.randperm(len(test))]
+    assert after[0] < 0.9 * float(losses(shuffled)[0].detach()) and after[0] < 0.5 * before[0]
+    assert after[1] < 0.2 * before[1]
 
 
 # Refusals -------------------------------------------------------------------------------------------------------------

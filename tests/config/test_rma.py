@@ -1,0 +1,40 @@
+"""RMAConfig: what the actor reads, from the groups of an environment."""
+
+import pytest
+
+from edenrl.config import RMAConfig
+
+PUBLISHED = {"prop": 6, "priv_explicit": 3, "priv_latent": 5, "prop_history": 60, "scan": 11, "metricless": 2}
+NAMES = {name: name for name in ("prop", "scan", "priv_explicit", "priv_latent")} | {"history": "prop_history"}
+
+
+def test_groups_of_the_usual_names_with_and_without_a_scan():
+    widths, keys = RMAConfig().layout(PUBLISHED)
+    assert widths == dict(prop=6, scan=11, priv_explicit=3, priv_latent=5, history=60) and keys == NAMES
+    without = {name: width for name, width in PUBLISHED.items() if name != "scan"}
+    widths, keys = RMAConfig().layout(without)
+    assert "scan" not in widths and keys == {name: key for name, key in NAMES.items() if name != "scan"}
+
+
+def test_named_groups_and_one_flat_group():
+    renamed = {f"my_{name}": width for name, width in PUBLISHED.items()}
+    groups = ["my_prop", "my_scan", "my_priv_explicit", "my_priv_latent", "my_prop_history"]
+    widths, keys = RMAConfig(actor_groups=groups).layout(renamed)
+    assert widths["scan"] == 11 and list(keys.values()) == groups
+    widths, keys = RMAConfig(actor_groups=[groups[0], *groups[2:]]).layout(renamed)
+    assert list(widths) == ["prop", "priv_explicit", "priv_latent", "history"] and keys["history"] == "my_prop_history"
+    # Whatever order the widths are written in, the layout is prop | scan | priv_explicit | priv_latent | history.
+    shuffled = dict(history=60, priv_latent=5, prop=6, priv_explicit=3)
+    widths, key = RMAConfig(actor_groups=["policy"], widths=shuffled).layout({"policy": 74})
+    assert list(widths) == ["prop", "priv_explicit", "priv_latent", "history"] and key == "policy"
+
+
+def test_what_does_not_fit_names_the_layout():
+    with pytest.raises(ValueError, match=r"753 wide, laid out as prop 53 \| scan 132 .*groups of this environment"):
+        RMAConfig(actor_groups=["policy"]).layout({"policy": 752})
+    with pytest.raises(ValueError, match=r"RMA reads .*lacks \['priv_latent'\]; its groups are"):
+        RMAConfig().layout({name: width for name, width in PUBLISHED.items() if name != "priv_latent"})
+    with pytest.raises(ValueError, match="actor_groups names 2 groups"):
+        RMAConfig(actor_groups=["prop", "history"])
+    with pytest.raises(ValueError, match=r"widths names \['hist'\]"):
+        RMAConfig(widths={"hist": 60})
