@@ -197,12 +197,14 @@ def test_every_step_of_the_rollout_counts():
 def test_the_student_learns_to_use_its_eyes():
     """Only the image shows what the teacher is told: with other rows' images the student is lost."""
     teacher, student = make_networks(hidden=32)
-    env = DepthTask(48, seed=0, max_steps=40)
+    env = DepthTask(32, seed=0, max_steps=100)
     collector = DepthDistillationCollector(wrap_env(env), teacher, student, 10)
     loss = DepthDistillationLoss(student)
-    step = GradientStep(loss, torch.optim.Adam([p for p in loss.parameters() if p.requires_grad], 5e-3))
-    history = []
-    for _, rollout in zip(range(80), collector, strict=False):
+    optimizer = torch.optim.Adam([p for p in loss.parameters() if p.requires_grad], 5e-3)
+    step, history = GradientStep(loss, optimizer), []
+    for iteration, rollout in zip(range(170), collector, strict=False):
+        if iteration == 120:
+            optimizer.param_groups[0]["lr"] = 1e-3
         losses = loss(rollout)
         step(losses)
         history.append(torch.stack([losses[name].detach() for name in LOSSES]))
@@ -210,9 +212,9 @@ def test_the_student_learns_to_use_its_eyes():
     assert (end < 0.5 * start).all(), (start, end)
 
     encoder, seen = student.module.encoder, {}
-    original, order = encoder.forward, torch.arange(48).roll(1)
+    original, order = encoder.forward, torch.arange(32).roll(1)
     with torch.no_grad():
-        for name, rows in (("own", torch.arange(48)), ("others", order)):
+        for name, rows in (("own", torch.arange(32)), ("others", order)):
             encoder.forward = lambda depth, prop, hidden, rows=rows: original(depth[rows], prop, hidden)
             losses = [loss(rollout) for _, rollout in zip(range(4), collector, strict=False)]
             seen[name] = sum(float(out["loss_action"]) for out in losses) / 4
