@@ -238,7 +238,7 @@ class NStepReplayBuffer(TensorDictReplayBuffer):
         return max(self._rows() - self.n_steps, 0) * len(self._last)
 
     def _rows(self) -> int:
-        return min(self._written, self._storage._max_size_along_dim0())
+        return min(self._written, self._storage._max_size_along_dim0()) if self._written else 0
 
     def can_sample(self, batch_size: int | None = None) -> bool:
         """Whether a window is complete."""

@@ -19,13 +19,13 @@ from edenrl.optim import GradientStep, make_lr_schedule, make_optimizer
 from edenrl.training import Run, average, build_env, collector_options, evaluate_run, rollout_metrics, run_script, setup
 from edenrl.training import speedups as usable_speedups
 
-# Settings by environment, found by measuring (docs/pages/results.md); each can be overridden on the command line.
+# Lengths and sizes by environment (docs/pages/results.md); each can be overridden on the command line.
 PRESETS = {
     "HalfCheetah-v5": dict(total_frames=300_000, env=dict(num_envs=16)),
     "Pendulum-v1": dict(total_frames=12_000, env=dict(num_envs=4), algorithm=dict(steps_per_env=50)),
     "InvertedPendulum-v5": dict(total_frames=12_000, env=dict(num_envs=4), algorithm=dict(steps_per_env=50)),
     "PointMass": dict(total_frames=100_000, env=dict(num_envs=16, kwargs=dict(success_bonus=50.0))),
-    "Quadruped": dict(total_frames=300_000, env=dict(num_envs=16)),
+    "Quadruped": dict(total_frames=300_000, algorithm=dict(actor_groups=("policy",), critic_groups=("critic",))),
 }
 
 

@@ -44,7 +44,7 @@ class FlashSACConfig(Config):
     """How observations are stored in the replay buffer."""
     buffer_dir: Folder | None = None
     """Directory that holds the replay buffer's data, for buffers larger than the memory; None: in memory."""
-    save_buffer: bool = True
+    save_buffer: bool = False
     """Save the replay buffer with each checkpoint; otherwise a resumed run fills a new one before it goes on."""
     alpha_init: Positive = 0.01
     """Temperature at the start."""
@@ -180,6 +180,7 @@ FLASHSAC_PROFILES: dict[str, dict[str, Any]] = {
             "batch_size": 128,
             "min_buffer": 2000,
             "buffer_size": 1_000_000,
+            "save_buffer": True,
             "alpha_init": 0.001,
             "actor_dim": 64,
             "actor_blocks": 1,

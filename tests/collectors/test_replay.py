@@ -256,6 +256,8 @@ def test_a_restored_buffer_goes_on_identically(tmp_path, steps):
 
 def test_saved_without_data_it_starts_empty():
     buffer = NStepReplayBuffer(45, n_steps=3, save_data=False)
+    with pytest.raises(RuntimeError, match="holds 0 steps per environment"):
+        buffer.sample(1)
     buffer.extend(stream(3, 10))
     state = buffer.state_dict()
     buffer.load_state_dict(state)
