@@ -69,7 +69,7 @@ QUADRUPED_TERRAIN: dict[str, Any] = QUADRUPED | {
 _BOTH = ("alive", "trot", "air_time", "stand", "stand_pose", "height", "pose")
 _STYLE = {"torque": -6e-4, "action_rate": -0.03, "joint_acceleration": -7.5e-7}
 QUADRUPED_STYLE: dict[str, Any] = QUADRUPED | {
-    "total_frames": 1_200_000,
+    "total_frames": 2_000_000,
     "env": {
         "num_envs": 64,
         "kwargs": {
