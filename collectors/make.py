@@ -22,7 +22,7 @@ from torchrl.checkpoint import GlobalRNGState
 from torchrl.collectors import BaseCollector, MultiSyncCollector
 from torchrl.envs import EnvBase
 
-from edenrl.collectors.rollout import Collector
+from edenrl.collectors.rollout import Collector, needs_primers
 from edenrl.modules import several_processes
 
 __all__ = ["make_collector"]
@@ -154,7 +154,7 @@ def _multi_sync(makers: list[Maker], policy: Any, frames: int) -> BaseCollector:
         use_buffers=True,
         num_threads=torch.get_num_threads(),
         init_fn=_ignore_signals,
-        auto_register_policy_transforms=False,
+        auto_register_policy_transforms=needs_primers(policy),
         **_CPU,
     )
 
@@ -194,7 +194,7 @@ def _ray(makers: list[Maker], policy: Any, frames: int) -> BaseCollector:
         sync=True,
         update_after_each_batch=True,
         collector_class=_Worker,
-        collector_kwargs={"auto_register_policy_transforms": False},
+        collector_kwargs={"auto_register_policy_transforms": needs_primers(policy)},
         remote_configs={"num_cpus": 1, "num_gpus": 0},
         ray_init_config=options,
         postproc=_join,

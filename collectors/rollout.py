@@ -17,6 +17,14 @@ __all__ = ["Collector"]
 _log = logging.getLogger("edenrl")
 
 
+def needs_primers(policy: Any) -> bool:
+    """Whether a policy carries a state from step to step, so that its environment needs a primer for it.
+
+    TorchRL would add an ``InitTracker`` to every environment; only such policies read it.
+    """
+    return isinstance(policy, nn.Module) and get_primers_from_module(policy, warn=False) is not None
+
+
 class Collector(collectors.Collector):
     """TorchRL's ``Collector`` whose ``state_dict`` continues a run bit for bit.
 
@@ -40,9 +48,7 @@ class Collector(collectors.Collector):
     _carrier: TensorDictBase
 
     def __init__(self, create_env_fn: Any, policy: Any = None, **kwargs: Any) -> None:
-        # TorchRL would add an InitTracker to every environment; only recurrent policies read it.
-        recurrent = isinstance(policy, nn.Module) and get_primers_from_module(policy, warn=False) is not None
-        kwargs.setdefault("auto_register_policy_transforms", recurrent)
+        kwargs.setdefault("auto_register_policy_transforms", needs_primers(policy))
         self._first_lengths: list[int] | None = []
         super().__init__(create_env_fn, policy, **kwargs)
 

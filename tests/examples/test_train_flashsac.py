@@ -198,6 +198,11 @@ def test_evaluation_and_export_find_the_script_of_the_run(tmp_path, capsys, monk
     assert spec["actions"]["low"] == [-2.0] and spec["actions"]["high"] == [2.0]
 
 
+def test_workers_collect_with_noise_of_their_own(tmp_path):
+    train(tmp_path / "run", 4, "--collector=multi_sync", "--num_workers=2")
+    assert [row["replay_size"] for row in rows(tmp_path / "run")] == [20, 40, 60, 80]
+
+
 def test_two_processes_share_statistics_and_resume(tmp_path):
     def torchrun(*flags):
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
