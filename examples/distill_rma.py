@@ -22,8 +22,9 @@ from edenrl.optim import GradientStep, make_lr_schedule, make_optimizer
 from edenrl.training import Run, build_env, evaluate_run, load_policy_weights, rollout_metrics, run_script, setup
 
 # Settings by environment, found by measuring (docs/pages/results.md); each can be overridden on the command line.
-SMALL = dict(steps_per_env=10, num_pretrain_iters=50)
-PRESETS = {"QuadrupedTerrain": dict(total_frames=200_000, env=dict(num_envs=16), algorithm=SMALL)}
+FEW = dict(env=dict(num_envs=16), algorithm=dict(steps_per_env=10, num_pretrain_iters=50))
+EVALUATE = dict(num_episodes=8, interval_iterations=300)
+PRESETS = {"QuadrupedTerrain": FEW | dict(total_frames=144_000, evaluation=EVALUATE)}
 
 
 class Train(RunConfig):
