@@ -12,6 +12,7 @@ from edenrl.collectors.rollout import Collector
 __all__ = [
     "AdjointClip",
     "Collector",
+    "DepthDistillationCollector",
     "DifferentiableCollector",
     "MotionDataset",
     "WindowBuffer",
@@ -21,4 +22,3 @@ __all__ = [
     "exploring_policy",
     "make_collector",
 ]
-__all__ = ["AdjointClip", "Collector", "DepthDistillationCollector", "DifferentiableCollector", "make_collector"]
