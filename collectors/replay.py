@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
+import tempfile
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -46,7 +49,8 @@ class NStepReplayBuffer(TensorDictReplayBuffer):
         observation_dtype: store observations in this floating-point type, such as ``torch.bfloat16``; they are sampled
             in the type they came in.
         device: where the data lies and samples come from.
-        memmap: directory to keep the data in on disk, instead of memory.
+        memmap: directory to keep the data in on disk, instead of memory. Buffers may share it, also those of several
+            processes: each takes a folder in it that no living buffer uses.
         transform: TorchRL transforms, inverse on ``extend``, forward on samples.
         save_data: whether ``state_dict`` holds the data. Without it a restored buffer starts empty.
         kwargs: further options of TorchRL's class, such as ``prefetch`` or ``generator``.
@@ -103,7 +107,7 @@ class NStepReplayBuffer(TensorDictReplayBuffer):
         storage: LazyTensorStorage = (
             LazyTensorStorage(max_size, ndim=2, device=device)
             if memmap is None
-            else LazyMemmapStorage(max_size, ndim=2, scratch_dir=str(memmap), existsok=True)
+            else LazyMemmapStorage(max_size, ndim=2, scratch_dir=str(_own_folder(self, Path(memmap))), existsok=True)
         )
         # Its brother for TensorDicts would store every index beside the data.
         super().__init__(
@@ -430,6 +434,29 @@ def _name(key: NestedKey) -> str:
 
 def _key(name: str) -> Any:
     return unravel_key(tuple(name.split("/")))
+
+
+def _own_folder(buffer: NStepReplayBuffer, parent: Path) -> Path:
+    """A folder in ``parent`` that is this buffer's while it lives: two that shared one would overwrite each other."""
+    parent.mkdir(parents=True, exist_ok=True)
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        return Path(tempfile.mkdtemp(dir=parent))
+    for number in range(10_000):
+        file = os.open(parent / f"{number}.lock", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(file)
+            continue
+        except OSError:  # a file system without locks
+            os.close(file)
+            break
+        # The system lets go of the lock with the process, however that ends.
+        weakref.finalize(buffer, os.close, file)
+        return parent / str(number)
+    return Path(tempfile.mkdtemp(dir=parent))
 
 
 def _free_bytes(device: torch.device, folder: str | Path | None) -> int | None:

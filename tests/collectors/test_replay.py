@@ -1,7 +1,10 @@
 """The n-step replay against lists, against the published buffer, and at every edge: ends, wrap-around, files."""
 
 import copy
+import gc
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -274,6 +277,26 @@ def test_memmap_holds_the_same(tmp_path):
         disk.extend(part)
     same_samples(memory, disk)
     assert any((tmp_path / "buffer").rglob("*.memmap"))
+
+
+def test_buffers_in_one_directory_do_not_write_into_each_other(tmp_path):
+    """Two processes of one run, and two runs, are given the same directory."""
+    streams = [stream(3, 30, seed=seed) for seed in (0, 1)]
+    disks = [NStepReplayBuffer(90, n_steps=3, memmap=tmp_path) for _ in streams]
+    memories = [NStepReplayBuffer(90, n_steps=3) for _ in streams]
+    for data, disk, memory in zip(streams, disks, memories, strict=True):
+        disk.extend(data)
+        memory.extend(data)
+    for disk, memory in zip(disks, memories, strict=True):
+        same_samples(memory, disk)
+    code = f"import edenrl.collectors as c; print(c.NStepReplayBuffer(9, memmap={str(tmp_path)!r}).storage.scratch_dir)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert [Path(buffer.storage.scratch_dir).name for buffer in disks] == ["0", "1"]
+    assert Path(done.stdout.strip()).name == "2", done.stderr
+    # What a buffer that is gone has left is used again.
+    del disks[0]
+    gc.collect()
+    assert Path(NStepReplayBuffer(9, memmap=tmp_path).storage.scratch_dir).name == "0"
 
 
 def test_too_large_is_refused_with_bytes(monkeypatch):
