@@ -15,6 +15,7 @@ from torchrl.data import Bounded
 from edenrl.config import load_config, parse_cli
 from edenrl.envs import PointMass, register_env
 from edenrl.modules import UnitBatchNorm, UnitLinear
+from edenrl.objectives import FlashSACLoss
 from edenrl.training import build_env, load_policy_weights, read_metrics, run_script
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -166,7 +167,7 @@ def test_short_runs_begin_to_learn_early_and_say_so(tmp_path, caplog):
     assert rows(tmp_path / "run")[-1]["alpha"] > 0
 
 
-def test_asymmetric_boxes_are_scaled(tmp_path):
+def test_asymmetric_boxes_are_scaled(tmp_path, monkeypatch):
     class Asymmetric(PointMass):
         """Accepts actions in [-1, 3] and shows them."""
 
@@ -179,11 +180,26 @@ def test_asymmetric_boxes_are_scaled(tmp_path):
             tensordict = tensordict.clone(False)
             return super()._step(tensordict.set("action", tensordict["action"].clamp(-1, 1)))
 
-    seen = []
+    seen, learned, critic_loss = [], [], FlashSACLoss.critic_loss
+
+    def recorded(loss, batch):
+        learned.append(batch["action"])
+        return critic_loss(loss, batch)
+
+    monkeypatch.setattr(FlashSACLoss, "critic_loss", recorded)
     register_env("Asymmetric", lambda n, **kw: Asymmetric(n, **kw), override=True)
     train(tmp_path / "run", 20, "--env.name=Asymmetric")
     actions = torch.cat(seen[:10])  # uniform at first
     assert float(actions.min()) < -0.7 and float(actions.max()) > 2.7 and abs(float(actions.mean()) - 1) < 0.4
+    # The networks see the same actions in [-1, 1].
+    actions = torch.cat(learned[:10])
+    assert -1 <= float(actions.min()) < -0.8 and 0.8 < float(actions.max()) <= 1
+
+
+def test_the_quadruped_runs_by_name(tmp_path):
+    pytest.importorskip("mujoco", minversion="4.0")
+    train(tmp_path / "run", 4, "--env.name=Quadruped", "--env.kwargs.episode_seconds=0.5", "--env.kwargs.num_threads=1")
+    assert rows(tmp_path / "run")[-1]["loss_critic"] > 0
 
 
 def test_evaluation_and_export_find_the_script_of_the_run(tmp_path, capsys, monkeypatch):
