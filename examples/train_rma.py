@@ -66,11 +66,13 @@ def main(argv=None):
     loss = RMALoss(teacher, critic, ramp=ramp, functional=False, **algo.loss_options())
     dagger = RMADaggerLoss(teacher)
     mirrors = getattr(env, "mirrors", {})
-    augment = MirrorAugmentation(mirrors if algo.symmetry == "augment" else None, teacher, critic)
+    images = mirrors if algo.symmetry == "augment" else None
+    augment = MirrorAugmentation(images, teacher, critic, also=[net.keys["history"]])  # which only the losses read
     mirror = MirrorLoss(teacher, mirrors, symmetry_coeff=algo.symmetry_coeff) if algo.symmetry == "loss" else None
 
     frames = cfg.env.num_envs * algo.steps_per_env
     iterations, updates = num_iterations(cfg.total_frames, frames), algo.epochs * algo.num_minibatches
+    algo.check_length(iterations)
     trained = {**loss.parameter_groups(), **dagger.parameter_groups()}
     optimizer = make_optimizer(algo.optimizer, trained["policy"] + trained["critic"], lr=algo.lr)
     estimation = make_optimizer(algo.optimizer, trained["estimator"], lr=algo.estimator_lr)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -9,6 +10,8 @@ from pydantic import Field, model_validator
 
 from edenrl.config.base import Count, Groups, NonNegative, Positive, refuse
 from edenrl.config.ppo import PPOSettings
+
+_log = logging.getLogger("edenrl")
 
 _NAMES = ("prop", "scan", "priv_explicit", "priv_latent", "history")
 
@@ -149,6 +152,18 @@ class RMAConfig(PPOSettings):
         names = ("clip_epsilon", "entropy_coeff", "critic_coeff", "clip_value", "action_bound_coeff")
         options = {name: getattr(self, name) for name in names}
         return options | {"normalize_advantage": self.normalize_advantage == "minibatch"}
+
+    def check_length(self, iterations: int) -> None:
+        """Warns of a run that ends before the history encoder, part of what is deployed, learns anything."""
+        if iterations < self.dagger_update_freq:
+            _log.warning(
+                "This run has %d iterations and the history encoder is trained once in %d: the policy that is "
+                "evaluated and exported keeps a random one. Set algorithm.dagger_update_freq to at most %d, or train "
+                "longer.",
+                iterations,
+                self.dagger_update_freq,
+                iterations,
+            )
 
     def ramp_options(self) -> dict[str, Any]:
         """Options of ``edenrl.objectives.LinearRamp``."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -107,6 +107,7 @@ class MirrorAugmentation:
             lacks are ignored. An environment publishes them as ``env.mirrors``. None: batches are returned as they are.
         policy: the actor at collection.
         critic: if given, what it reads must have mirrors, too.
+        also: further keys that must have mirrors, because a loss reads them that neither actor nor critic does.
         action_key: of the action. Default ``"action"``.
         log_prob: "original" (default) or "mirrored".
 
@@ -136,6 +137,7 @@ class MirrorAugmentation:
         policy: ProbabilisticTensorDictSequential,
         critic: TensorDictModuleBase | None = None,
         *,
+        also: Iterable[str] = (),
         action_key: str = "action",
         log_prob: Literal["original", "mirrored"] = "original",
     ) -> None:
@@ -143,7 +145,7 @@ class MirrorAugmentation:
             raise ValueError(f"log_prob must be 'original' or 'mirrored', got {log_prob!r}.")
         self.mirrors, self.policy, self.action_key, self.log_prob = mirrors, policy, action_key, log_prob
         if mirrors is not None:
-            read = [*policy.in_keys, *(critic.in_keys if critic is not None else []), action_key]
+            read = [*policy.in_keys, *(critic.in_keys if critic is not None else []), *also, action_key]
             missing = [key for key in dict.fromkeys(read) if key not in mirrors]
             if missing:
                 raise ValueError(

@@ -87,6 +87,15 @@ class Flat(HiddenPointMass):
         return td.exclude("critic").set("policy", torch.cat(parts, -1))
 
 
+class HalfMirrored(HiddenPointMass):
+    """Mirrors of what actor and critic read, and none of the history."""
+
+    mirrors = {
+        name: SignedPermutation(range(width), [-1] * width)
+        for name, width in dict(prop=8, priv_explicit=2, priv_latent=6, action=2).items()
+    }
+
+
 FLAT = [
     "--env.name=Flat",
     "--algorithm.actor_groups=policy",
@@ -97,6 +106,7 @@ FLAT = [
 @pytest.fixture(autouse=True)
 def flat_env():
     register_env("Flat", lambda n, **kw: Flat(n, **kw), override=True)
+    register_env("HalfMirrored", lambda n, **kw: HalfMirrored(n, **kw), override=True)
 
 
 @pytest.fixture(scope="module")
@@ -212,6 +222,7 @@ def test_the_robot_trains_and_exports(tmp_path, monkeypatch):
         (["--algorithm.actor_groups=prop,priv_explicit,priv_latent,prop"], "A history of 1 frames was given"),
         (["--env.action_mode=squash"], "unsquashed Gaussian; got env.action_mode 'squash'"),
         (["--algorithm.symmetry=augment"], "Symmetry needs a mirror for ['prop'"),
+        (["--env.name=HalfMirrored", "--algorithm.symmetry=augment"], "Symmetry needs a mirror for ['prop_history']"),
         (["--algorithm.symmetry=loss"], "MirrorLoss needs a mirror for ['prop'"),
         (["--algorithm.dagger_update_freq=0"], "algorithm.dagger_update_freq = '0'"),
         (["--algorithm.priv_hidden=[]"], "algorithm.priv_hidden"),
@@ -233,6 +244,14 @@ def test_a_checkpoint_of_another_model_is_refused_by_its_first_difference(whole,
     with pytest.raises(Exception, match=r"does not fit this policy: .*shape.*Nothing was loaded"):
         load_policy_weights(policy, tmp_path / "other", "latest")
     assert all(torch.equal(value, before[name]) for name, value in policy.state_dict().items())
+
+
+def test_a_run_too_short_for_its_history_encoder_says_so(tmp_path, caplog):
+    train(tmp_path / "run", 2)
+    assert "This run has 2 iterations and the history encoder is trained once in 3" in caplog.text
+    caplog.clear()
+    train(tmp_path / "longer", 3)
+    assert "history encoder" not in caplog.text
 
 
 def test_defaults_are_those_of_the_source():
