@@ -16,8 +16,18 @@ from edenrl.envs import action_box, wrap_env
 from edenrl.modules import average_batch_statistics, flash_actor, flash_critic, observation_groups, unit_norm_hook
 from edenrl.objectives import FlashSACLoss
 from edenrl.optim import GradientStep, make_lr_schedule, make_optimizer
-from edenrl.training import Run, average, build_env, collector_options, evaluate_run, rollout_metrics, run_script, setup
-from edenrl.training import speedups as usable_speedups
+from edenrl.training import (
+    Run,
+    average,
+    build_env,
+    check_precision,
+    collector_options,
+    evaluate_run,
+    rollout_metrics,
+    run_script,
+    setup,
+    speedups,
+)
 
 # Lengths and sizes by environment (docs/pages/results.md); each can be overridden on the command line.
 PRESETS = {
@@ -42,7 +52,7 @@ def make_policy(cfg: Train, env):
 def main(argv=None):
     cfg = parse_cli(Train, argv, presets=PRESETS, profiles=FLASHSAC_PROFILES)
     algo, device, num_envs = cfg.algorithm, setup(cfg), cfg.env.num_envs
-    precision, compiled = usable_speedups(algo.precision, algo.compile, device)
+    precision, compiled = speedups(algo.precision, algo.compile, device)
 
     env = build_env(cfg, device)
     policy = make_policy(cfg, env).to(device)
@@ -109,6 +119,8 @@ def main(argv=None):
                 noise.uniform.mul_(not ready)
                 for _ in range(algo.updates_per_step if ready else 0):
                     batch = replay.sample().to(device)
+                    if precision is not None and steps["critic"].updates == 0:
+                        check_precision(loss, batch, precision)
                     if steps["critic"].updates % algo.actor_delay == 0:
                         with steps["policy"].autocast():
                             losses = loss.actor_loss(batch)

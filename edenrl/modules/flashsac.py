@@ -72,9 +72,11 @@ class UnitLinear(nn.Module):
             nn.init.orthogonal_(weight)
         self.project_()
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Maps the features."""
-        return F.linear(x, self.weight) if self.members is None else torch.bmm(self.weight, x)
+    def forward(self, x: Tensor, member: int | None = None) -> Tensor:
+        """Maps the features; ``member`` is applied alone, to ``(*batch, in_features)``."""
+        if self.members is None or member is not None:
+            return F.linear(x, self.weight if member is None else self.weight[member])
+        return torch.bmm(self.weight, x)
 
     @torch.no_grad()
     def project_(self) -> None:
@@ -117,16 +119,20 @@ class UnitBatchNorm(nn.Module):
         self.register_buffer("running_mean", torch.zeros(shape))
         self.register_buffer("running_var", torch.ones(shape))
 
-    def forward(self, x: Tensor, batch_stats: bool = False) -> Tensor:
+    def forward(self, x: Tensor, batch_stats: bool = False, member: int | None = None) -> Tensor:
         """Normalizes features in the layout of ``UnitLinear``.
 
         Args:
             x: the features.
             batch_stats: normalize by the batch and let it move the running statistics; default, the running ones.
+            member: apply this one alone.
         """
-        # All members are the channels of one sample of length ``batch``: no copy and a single kernel.
-        rows = x.flatten(0, -2) if self.members is None else x.reshape(1, -1, x.shape[-1])
-        affine = self.running_mean.view(-1), self.running_var.view(-1), self.scale.view(-1), self.shift.view(-1)
+        affine = self.running_mean, self.running_var, self.scale, self.shift
+        if self.members is None or member is not None:
+            rows, affine = x.flatten(0, -2), affine if member is None else tuple(part[member] for part in affine)
+        else:
+            # All members are the channels of one sample of length ``batch``: no copy and a single kernel.
+            rows, affine = x.reshape(1, -1, x.shape[-1]), tuple(part.view(-1) for part in affine)
         return F.batch_norm(rows, *affine, batch_stats, self.momentum, self.eps).view(x.shape)
 
     @torch.no_grad()
@@ -155,13 +161,15 @@ class UnitRMSNorm(nn.Module):
 
     def __init__(self, dim: int, members: int | None = None, eps: float = 1e-6) -> None:
         super().__init__()
-        self.dim, self.eps = (-1 if members is None else -2), eps
+        self.members, self.eps = members, eps
         self.scale = nn.Parameter(torch.ones(_shape(dim, members)))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalizes features in the layout of ``UnitLinear``."""
-        scale = self.scale if self.dim == -1 else self.scale.unsqueeze(-1)
-        return x * (x.square().mean(self.dim, keepdim=True) + self.eps).rsqrt() * scale
+    def forward(self, x: Tensor, member: int | None = None) -> Tensor:
+        """Normalizes features in the layout of ``UnitLinear``; ``member`` is applied alone."""
+        dim, scale = -1, self.scale if member is None else self.scale[member]
+        if self.members is not None and member is None:
+            dim, scale = -2, scale.unsqueeze(-1)
+        return x * (x.square().mean(dim, keepdim=True) + self.eps).rsqrt() * scale
 
     @torch.no_grad()
     def project_(self) -> None:
@@ -175,9 +183,9 @@ class _Block(nn.Module):
         self.w1, self.bn1 = UnitLinear(dim, expansion * dim, members), UnitBatchNorm(expansion * dim, members)
         self.w2, self.bn2 = UnitLinear(expansion * dim, dim, members), UnitBatchNorm(dim, members)
 
-    def forward(self, x: Tensor, batch_stats: bool) -> Tensor:
-        hidden = F.relu(self.bn1(self.w1(x), batch_stats))
-        return x + F.relu(self.bn2(self.w2(hidden), batch_stats))
+    def forward(self, x: Tensor, batch_stats: bool, member: int | None = None) -> Tensor:
+        hidden = F.relu(self.bn1(self.w1(x, member), batch_stats, member))
+        return x + F.relu(self.bn2(self.w2(hidden, member), batch_stats, member))
 
 
 class _Trunk(nn.Module):
@@ -190,11 +198,11 @@ class _Trunk(nn.Module):
         self.blocks = nn.ModuleList(_Block(dim, members, expansion) for _ in range(num_blocks))
         self.post = UnitRMSNorm(dim, members)
 
-    def forward(self, x: Tensor, batch_stats: bool) -> Tensor:
-        x = self.weight(self.bn(x, batch_stats))
+    def forward(self, x: Tensor, batch_stats: bool, member: int | None = None) -> Tensor:
+        x = self.weight(self.bn(x, batch_stats, member), member)
         for block in self.blocks:
-            x = block(x, batch_stats)
-        return self.post(x)
+            x = block(x, batch_stats, member)
+        return self.post(x, member)
 
 
 class FlashActor(nn.Module):
@@ -307,14 +315,29 @@ class FlashCritic(nn.Module):
         Returns:
             Values ``(*batch, members)`` and log-probabilities of the bins ``(*batch, members, bins)``.
         """
+        log_prob = self.logits(*inputs, batch_stats=batch_stats).log_softmax(-1)
+        return self.value(log_prob), log_prob
+
+    def value(self, log_prob: Tensor) -> Tensor:
+        """The mean return ``(*batch, members)`` of log-probabilities ``(*batch, members, bins)``."""
+        return (log_prob.exp() * self.atoms).sum(-1)
+
+    def logits(self, *inputs: Tensor, batch_stats: bool = False) -> Tensor:
+        """Unnormalized log-probabilities ``(*batch, members, bins)``; arguments as for ``forward``."""
         x = torch.cat(inputs, -1)
-        rows = x.reshape(-1, x.shape[-1]).t()
-        hidden = self.trunk(rows.expand(self.num_members, -1, -1), batch_stats)
-        logits = self.head(hidden).to(self.head_bias.dtype) + self.head_bias.unsqueeze(-1)
-        log_prob = logits.log_softmax(1)
-        value = (log_prob.exp() * self.atoms.unsqueeze(-1)).sum(1)
-        batch = x.shape[:-1]
-        return value.t().reshape(*batch, -1), log_prob.permute(2, 0, 1).reshape(*batch, *self.head_bias.shape)
+        rows, members = x.reshape(-1, x.shape[-1]), range(self.num_members)
+        if _side_by_side(rows):
+            hidden = self.trunk(rows.t().expand(self.num_members, -1, -1), batch_stats)
+            out = self.head(hidden).permute(2, 0, 1)
+        else:
+            out = torch.stack([self.head(self.trunk(rows, batch_stats, member), member) for member in members], 1)
+        # In the parameters' precision also under autocast: what follows is distribution maths.
+        return (out.to(self.head_bias.dtype) + self.head_bias).view(*x.shape[:-1], *self.head_bias.shape)
+
+
+def _side_by_side(x: Tensor) -> bool:
+    """Whether members are computed together: what saves launches elsewhere overflows the caches of a CPU."""
+    return x.device.type != "cpu"
 
 
 def project_unit_norms_(module: nn.Module) -> None:

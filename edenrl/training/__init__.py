@@ -7,7 +7,7 @@ from edenrl.training.exporting import export_run
 from edenrl.training.loggers import MetricsTable, RunLogger, read_metrics
 from edenrl.training.progress import Progress, format_table
 from edenrl.training.run import Run, average, rollout_metrics, run_script, setup
-from edenrl.training.speedups import speedups
+from edenrl.training.speedups import check_precision, speedups
 
 __all__ = [
     "Checkpoints",
@@ -17,6 +17,7 @@ __all__ = [
     "RunLogger",
     "average",
     "build_env",
+    "check_precision",
     "collector_options",
     "evaluate",
     "evaluate_run",

@@ -67,7 +67,7 @@ def find(data, sample):
     return hits[0].tolist()
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 5])
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize(("num_envs", "end_rate"), [(1, 0.3), (3, 0.15), (4, 0.6), (2, 0.0), (3, 1.0)])
 def test_every_sample_is_what_a_list_gives(n, num_envs, end_rate):
     gamma, data = 0.9, stream(num_envs, 60, end_rate, seed=n)

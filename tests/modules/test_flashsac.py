@@ -60,8 +60,10 @@ def test_layers_are_the_published_ones():
     assert_close(linear.weight.data, g["linear.weight_projected"], **LAYER)
 
 
+@pytest.mark.parametrize("side_by_side", [False, True])
 @pytest.mark.parametrize("batch_stats", [False, True])
-def test_networks_are_the_published_ones(batch_stats):
+def test_networks_are_the_published_ones(batch_stats, side_by_side, monkeypatch):
+    monkeypatch.setattr(sys.modules[FlashCritic.__module__], "_side_by_side", lambda _: side_by_side)
     actor, critic = build(GOLDEN)
     before = copy.deepcopy((actor.state_dict(), critic.state_dict()))
     mode = "train" if batch_stats else "eval"
@@ -118,7 +120,9 @@ def test_fresh_networks_and_every_step_are_on_the_spheres(net):
     on_spheres(net)
 
 
-def test_members_are_independent_and_equal_single_networks():
+@pytest.mark.parametrize("side_by_side", [False, True])
+def test_members_are_independent_and_equal_single_networks(side_by_side, monkeypatch):
+    monkeypatch.setattr(sys.modules[FlashCritic.__module__], "_side_by_side", lambda _: side_by_side)
     both = FlashCritic(5, hidden_dim=8, num_bins=7)
     x = torch.randn(6, 5)
     for member in range(2):
