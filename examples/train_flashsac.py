@@ -16,18 +16,9 @@ from edenrl.envs import action_box, wrap_env
 from edenrl.modules import average_batch_statistics, flash_actor, flash_critic, observation_groups, unit_norm_hook
 from edenrl.objectives import FlashSACLoss
 from edenrl.optim import GradientStep, make_lr_schedule, make_optimizer
-from edenrl.training import (
-    Run,
-    average,
-    build_env,
-    check_precision,
-    collector_options,
-    evaluate_run,
-    rollout_metrics,
-    run_script,
-    setup,
-    speedups,
-)
+from edenrl.training import Run, average, build_env, collector_options, evaluate_run, rollout_metrics, run_script, setup
+from edenrl.training import check_precision as compare_precisions
+from edenrl.training import speedups as usable_speedups
 
 # Lengths and sizes by environment (docs/pages/results.md); each can be overridden on the command line.
 PRESETS = {
@@ -52,7 +43,7 @@ def make_policy(cfg: Train, env):
 def main(argv=None):
     cfg = parse_cli(Train, argv, presets=PRESETS, profiles=FLASHSAC_PROFILES)
     algo, device, num_envs = cfg.algorithm, setup(cfg), cfg.env.num_envs
-    precision, compiled = speedups(algo.precision, algo.compile, device)
+    precision, compiled = usable_speedups(algo.precision, algo.compile, device)
 
     env = build_env(cfg, device)
     policy = make_policy(cfg, env).to(device)
@@ -95,14 +86,9 @@ def main(argv=None):
 
     stepping = {f"{part}_step": step for part, step in steps.items()}
     stepping |= {f"{part}_optimizer": step.optimizers["optimizer"] for part, step in steps.items()}
-    run = Run(
-        cfg,
-        algo.name,
-        dict(policy=policy, loss=loss, replay=replay, collector=collector, **stepping),
-        iterations=iterations,
-        frames_per_iteration=frames,
-        evaluate=lambda: evaluate_run(cfg, policy, device),
-    )
+    state = dict(policy=policy, loss=loss, replay=replay, collector=collector, **stepping)
+    length = dict(iterations=iterations, frames_per_iteration=frames)
+    run = Run(cfg, algo.name, state, **length, evaluate=lambda: evaluate_run(cfg, policy, device))
     with run:
         if cfg.resume and cfg.resume_schedule == "restart":
             left = run.remaining * algo.steps_per_env * algo.updates_per_step
@@ -120,7 +106,7 @@ def main(argv=None):
                 for _ in range(algo.updates_per_step if ready else 0):
                     batch = replay.sample().to(device)
                     if precision is not None and steps["critic"].updates == 0:
-                        check_precision(loss, batch, precision)
+                        compare_precisions(loss, batch, precision)
                     if steps["critic"].updates % algo.actor_delay == 0:
                         with steps["policy"].autocast():
                             losses = loss.actor_loss(batch)

@@ -127,13 +127,14 @@ class UnitBatchNorm(nn.Module):
             batch_stats: normalize by the batch and let it move the running statistics; default, the running ones.
             member: apply this one alone.
         """
-        affine = self.running_mean, self.running_var, self.scale, self.shift
+        affine: list[Tensor] = [self.running_mean, self.running_var, self.scale, self.shift]
         if self.members is None or member is not None:
-            rows, affine = x.flatten(0, -2), affine if member is None else tuple(part[member] for part in affine)
+            rows, affine = x.flatten(0, -2), affine if member is None else [part[member] for part in affine]
         else:
             # All members are the channels of one sample of length ``batch``: no copy and a single kernel.
-            rows, affine = x.reshape(1, -1, x.shape[-1]), tuple(part.view(-1) for part in affine)
-        return F.batch_norm(rows, *affine, batch_stats, self.momentum, self.eps).view(x.shape)
+            rows, affine = x.reshape(1, -1, x.shape[-1]), [part.view(-1) for part in affine]
+        mean, var, scale, shift = affine
+        return F.batch_norm(rows, mean, var, scale, shift, batch_stats, self.momentum, self.eps).view(x.shape)
 
     @torch.no_grad()
     def project_(self) -> None:

@@ -160,6 +160,26 @@ def test_speedups_fall_back_on_a_cpu_with_one_warning(tmp_path, caplog):
     assert warned == ["On a CPU training stays in float32 and uncompiled; precision=bfloat16, compile=True."]
 
 
+def test_reduced_precision_is_compared_with_float32_before_it_is_used(tmp_path, monkeypatch):
+    """On a CPU the script would fall back; here it believes in a device that does not."""
+    monkeypatch.setattr(train_flashsac, "usable_speedups", lambda *_: (torch.bfloat16, False))
+    train(tmp_path / "run", 11)
+    assert rows(tmp_path / "run")[-1]["alpha"] > 0
+    critic_loss = FlashSACLoss.critic_loss
+
+    def rounded(loss, batch):
+        losses = critic_loss(loss, batch)
+        share = 2.0 if torch.is_autocast_enabled("cpu") else 1.0
+        return losses.set("loss_critic", losses["loss_critic"] * share)
+
+    monkeypatch.setattr(FlashSACLoss, "critic_loss", rounded)
+    with pytest.raises(ValueError, match="In bfloat16 the first update is not that of float32: loss_critic"):
+        train(tmp_path / "other", 11)
+    # It is the first update that is compared, not those of a resumed run.
+    train(tmp_path / "run", 13, resume=True)
+    assert len(rows(tmp_path / "run")) == 13
+
+
 def test_short_runs_begin_to_learn_early_and_say_so(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "edenrl"):
         train(tmp_path / "run", 3, "--algorithm.min_buffer=100")
@@ -236,8 +256,15 @@ def test_two_processes_share_statistics_and_resume(tmp_path):
 
 
 @pytest.mark.slow
-def test_learns_pendulum(tmp_path):
-    flags = ["--env.name=Pendulum-v1", "--profile=cpu", "--num_threads=1", "--quiet", f"--run_dir={tmp_path / 'run'}"]
-    train_flashsac.main(flags)
-    last = read_metrics(tmp_path / "run" / "metrics.csv")[-1]
-    assert last["eval/return_mean"] >= -200
+@pytest.mark.parametrize(
+    ("env", "wanted", "flags"),
+    [
+        ("Pendulum-v1", -200, []),  # 2 minutes of one core
+        ("InvertedPendulum-v5", 950, []),  # 2 minutes
+        ("HalfCheetah-v5", 2800, ["--total_frames=150_000", "--seed=1"]),  # 6 minutes
+    ],
+)
+def test_learns(tmp_path, env, wanted, flags):
+    flags = [f"--env.name={env}", "--profile=cpu", "--num_threads=1", "--quiet", *flags]
+    train_flashsac.main([*flags, f"--run_dir={tmp_path / 'run'}"])
+    assert read_metrics(tmp_path / "run" / "metrics.csv")[-1]["eval/return_mean"] >= wanted
