@@ -132,7 +132,8 @@ class NStepReplayBuffer(TensorDictReplayBuffer):
                 "the number of environments, or use one buffer for each collector."
             )
         with self._replay_lock:  # with prefetch, samples are drawn in another thread
-            return self._extend_rows(tensordicts.to(self.device) if self.device.type != "cpu" else tensordicts)
+            elsewhere = tensordicts.get(_REWARD).device.type != self.device.type
+            return self._extend_rows(tensordicts.to(self.device) if elsewhere else tensordicts)
 
     def _extend_rows(self, tensordicts: TensorDictBase) -> Tensor:
         data = self._stored_part(tensordicts)
