@@ -188,7 +188,7 @@ class NStepReplayBuffer(TensorDictReplayBuffer):
         broken = torch.zeros_like(open_ended)
         for key in self.observations:
             now, then = data.get(key), after.get(key)
-            broken[:, :-1] |= (now[:, 1:] != then[:, :-1]).flatten(2).any(-1)
+            broken[:, :-1] |= _differs(now[:, 1:], then[:, :-1], 2)
         data[_TRUNCATED].squeeze(-1).logical_or_(broken & open_ended)
         if self._last is None:
             return
@@ -198,7 +198,7 @@ class NStepReplayBuffer(TensorDictReplayBuffer):
         was_open = ~(store[_TERMINATED][slot] | store[_TRUNCATED][slot]).squeeze(-1)
         broken = torch.zeros_like(was_open)
         for key in self.observations:
-            broken |= (data.get(key)[:, 0] != self._last.get(key)).flatten(1).any(-1)
+            broken |= _differs(data.get(key)[:, 0], self._last.get(key), 1)
         rows = (broken & was_open).nonzero().squeeze(-1)
         if len(rows):
             store[_TRUNCATED][slot, rows] = True
@@ -430,11 +430,19 @@ class _EpisodeEnds:
 
 
 def _name(key: NestedKey) -> str:
-    return key if isinstance(key, str) else "/".join(key)
+    # A part may hold a slash itself, as dm_control's "walker/joints_pos" does.
+    parts = (key,) if isinstance(key, str) else key
+    return "/".join(str(part).replace("~", "~0").replace("/", "~1") for part in parts)
 
 
 def _key(name: str) -> Any:
-    return unravel_key(tuple(name.split("/")))
+    return unravel_key(tuple(part.replace("~1", "/").replace("~0", "~") for part in name.split("/")))
+
+
+def _differs(now: Tensor, then: Tensor, dims: int) -> Tensor:
+    """Where two observations differ, by their first ``dims`` dimensions; NaN is equal to NaN."""
+    different = (now != then) & ((now == now) | (then == then))
+    return different.flatten(dims).any(-1) if now.dim() > dims else different
 
 
 def _own_folder(buffer: NStepReplayBuffer, parent: Path) -> Path:

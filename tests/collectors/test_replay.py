@@ -257,6 +257,31 @@ def test_a_restored_buffer_goes_on_identically(tmp_path, steps):
         NStepReplayBuffer(21, n_steps=3).load_state_dict(buffers[0].state_dict())
 
 
+@pytest.mark.parametrize("key", [("agents", "observation"), "walker/joints_pos", "a~1b"])
+def test_observations_of_any_name_are_restored(key):
+    data = stream(3, 30).rename_key_("observation", key)
+    data["next"] = data["next"].rename_key_("observation", key)
+    one, two = (NStepReplayBuffer(45, n_steps=3, observations=[key]) for _ in range(2))
+    one.extend(data[:, :10])
+    two.load_state_dict(copy.deepcopy(one.state_dict()))
+    for buffer in (one, two):
+        buffer.extend(data[:, 10:15])
+    same_samples(one, two)
+
+
+def test_observations_without_a_feature_dimension_or_with_nan_break_no_window():
+    data = constant(2, 9)
+    for part in (data, data["next"]):
+        part["count"] = part["observation"].squeeze(-1).long()
+        part["observation"] = torch.full((2, 9, 3), torch.nan)  # a sensor that is missing
+    buffer = NStepReplayBuffer(40, n_steps=3, observations=["observation", "count"])
+    for part in data.split(4, 1):
+        buffer.extend(part)
+    batch = buffer.sample(100)
+    assert not bool(batch["next", "done"].any()) and bool((batch["steps_to_next_obs"] == 3).all())
+    assert torch.equal(batch["next", "count"], batch["count"] + 3)
+
+
 def test_saved_without_data_it_starts_empty():
     buffer = NStepReplayBuffer(45, n_steps=3, save_data=False)
     with pytest.raises(RuntimeError, match="holds 0 steps per environment"):
