@@ -301,8 +301,10 @@ class NStepReplayBuffer(TensorDictReplayBuffer):
 
     def empty(self, empty_write_count: bool = True) -> None:
         """Forgets all data; the storage stays allocated."""
-        super().empty(empty_write_count)
-        self._written, self._last, self._ends = 0, None, _EpisodeEnds()
+        with self._futures_lock:  # nor may samples that were drawn ahead outlive their data
+            self._clear_prefetch_queue_locked()
+            super().empty(empty_write_count)
+            self._written, self._last, self._ends = 0, None, _EpisodeEnds()
 
     def state_dict(self) -> dict[str, Any]:
         """What is stored (with ``save_data``), as far as it is filled, and the transforms' state."""
@@ -321,13 +323,24 @@ class NStepReplayBuffer(TensorDictReplayBuffer):
         """Restores ``state_dict`` into a buffer of the same settings; what was there is forgotten.
 
         Raises:
-            ValueError: if the saved data does not fit ``max_size``.
+            ValueError: if the saved data does not fit ``max_size``, or holds other observations.
         """
         self.empty()
         self._transform.load_state_dict(state_dict["transforms"])
         if not state_dict["written"]:
             return
+        dtypes = {_key(name): value.dtype for name, value in state_dict["dtypes"].items()}
+        if set(dtypes) != set(self.observations):
+            raise ValueError(
+                f"The saved replay buffer holds the observations {list(dtypes)}, this one {self.observations}. Restore "
+                "it with those it was saved with."
+            )
         data = {_key(name): value.to(self.device) for name, value in state_dict["data"].items()}
+        self._ends.load_state_dict(state_dict["ends"], self.device)
+        for key, dtype in dtypes.items():  # it may have been saved in another precision
+            for values in (data, self._ends.values):
+                if key in values:
+                    values[key] = self._reduced(values[key].to(dtype), key)
         rows, num_envs = next(iter(data.values())).shape[:2]
         stored = TensorDict(batch_size=[rows, num_envs], device=self.device)
         for key, value in data.items():
@@ -348,8 +361,7 @@ class NStepReplayBuffer(TensorDictReplayBuffer):
         self._last = TensorDict(batch_size=[num_envs], device=self.device)
         for key, value in last.items():
             self._last.set(key, value)
-        self._dtypes = {_key(name): value.dtype for name, value in state_dict["dtypes"].items()}
-        self._ends.load_state_dict(state_dict["ends"], self.device)
+        self._dtypes = dtypes
         if self._rng is not None and "rng" in state_dict:
             self._rng.set_state(state_dict["rng"])
 

@@ -282,6 +282,48 @@ def test_observations_without_a_feature_dimension_or_with_nan_break_no_window():
     assert torch.equal(batch["next", "count"], batch["count"] + 3)
 
 
+def test_restored_in_another_precision():
+    data = stream(3, 40)
+    data["observation"] /= 7
+    data["next", "observation"] /= 7
+    exact, reduced, plain = (NStepReplayBuffer(45, n_steps=3, observation_dtype=d) for d in (None, torch.bfloat16, None))
+    for buffer in (exact, reduced):
+        buffer.extend(data[:, :14])
+    plain.load_state_dict(copy.deepcopy(reduced.state_dict()))
+    same_samples(plain, reduced)
+    reduced.load_state_dict(copy.deepcopy(exact.state_dict()))
+    for buffer in (reduced, plain):
+        buffer.extend(data[:, 14:28])
+    sample, key = plain.sample(200), ("next", "observation")
+    assert plain.storage._storage["observation"].dtype == torch.float32
+    assert not torch.equal(sample[key], sample[key].bfloat16().float())
+    sample = reduced.sample(200)
+    assert reduced.storage._storage["observation"].dtype == torch.bfloat16
+    assert torch.equal(sample[key], sample[key].bfloat16().float())
+    other = NStepReplayBuffer(45, n_steps=3, observations=["policy"])
+    with pytest.raises(ValueError, match=r"observations \['observation'\], this one \['policy'\]"):
+        other.load_state_dict(exact.state_dict())
+
+
+def test_samples_drawn_ahead_do_not_outlive_their_data():
+    data = stream(3, 30)
+    buffer = NStepReplayBuffer(45, n_steps=3, batch_size=16, prefetch=2)
+    buffer.extend(data[:, :10])
+    for step in range(10, 20):
+        buffer.extend(data[:, step : step + 1])
+        for sample in buffer.sample().unbind(0):
+            env, start = find(data, sample)
+            assert float(sample["next", "reward"]) == pytest.approx(by_list(data, start, env, 3, 0.99)[0], abs=1e-5)
+    state = copy.deepcopy(buffer.state_dict())
+    buffer.empty()
+    with pytest.raises(RuntimeError, match="holds 0 steps"):
+        buffer.sample()
+    buffer.extend(stream(3, 10, seed=1))
+    buffer.sample()
+    buffer.load_state_dict(state)
+    assert all(find(data, sample)[1] < 17 for sample in buffer.sample().unbind(0))
+
+
 def test_saved_without_data_it_starts_empty():
     buffer = NStepReplayBuffer(45, n_steps=3, save_data=False)
     with pytest.raises(RuntimeError, match="holds 0 steps per environment"):
