@@ -19,6 +19,8 @@ from torchrl.data import LazyMemmapStorage, LazyTensorStorage, TensorDictReplayB
 from torchrl.data.replay_buffers.writers import RoundRobinWriter
 from torchrl.envs import Transform
 
+from edenrl.modules import several_processes
+
 __all__ = ["NStepReplayBuffer"]
 
 _REWARD, _TERMINATED, _TRUNCATED = ("next", "reward"), ("next", "terminated"), ("next", "truncated")
@@ -307,12 +309,19 @@ class NStepReplayBuffer(TensorDictReplayBuffer):
             self._written, self._last, self._ends = 0, None, _EpisodeEnds()
 
     def state_dict(self) -> dict[str, Any]:
-        """What is stored (with ``save_data``), as far as it is filled, and the transforms' state."""
+        """What is stored (with ``save_data``), as far as it is filled, and the transforms' state.
+
+        It is a copy in memory; with ``memmap``, whose data may not fit there, in a single process the data on disk.
+        """
         state: dict[str, Any] = {"transforms": dict(self._transform.state_dict()), "written": 0}
         if not self.save_data or self._last is None:
             return state
         store, rows = self._storage._storage, self._rows()
-        leaves = {_name(key): torch.as_tensor(store.get(key)[:rows]).clone() for key in store.keys(True, True)}
+        in_place = self.memmap is not None and not several_processes()  # several send their states to the first
+        leaves = {}
+        for key in store.keys(True, True):
+            value = store.get(key).as_subclass(Tensor)[:rows]
+            leaves[_name(key)] = value if in_place else value.to("cpu", copy=True)
         last = {_name(key): value.clone() for key, value in self._last.items(True, True)}
         dtypes = {_name(key): torch.zeros(0, dtype=dtype) for key, dtype in self._dtypes.items()}
         ends = self._ends.state_dict()

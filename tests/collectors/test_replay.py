@@ -19,6 +19,7 @@ from torchrl.modules import QValueActor
 from torchrl.objectives import DQNLoss
 
 from edenrl.collectors import NStepReplayBuffer, replay
+from edenrl.training.checkpoint import Checkpoints
 
 GOLDEN = {k: torch.from_numpy(v) for k, v in np.load(Path(__file__).parents[1] / "golden/flashsac_data.npz").items()}
 
@@ -286,7 +287,8 @@ def test_restored_in_another_precision():
     data = stream(3, 40)
     data["observation"] /= 7
     data["next", "observation"] /= 7
-    exact, reduced, plain = (NStepReplayBuffer(45, n_steps=3, observation_dtype=d) for d in (None, torch.bfloat16, None))
+    dtypes = (None, torch.bfloat16, None)
+    exact, reduced, plain = (NStepReplayBuffer(45, n_steps=3, observation_dtype=dtype) for dtype in dtypes)
     for buffer in (exact, reduced):
         buffer.extend(data[:, :14])
     plain.load_state_dict(copy.deepcopy(reduced.state_dict()))
@@ -322,6 +324,23 @@ def test_samples_drawn_ahead_do_not_outlive_their_data():
     buffer.sample()
     buffer.load_state_dict(state)
     assert all(find(data, sample)[1] < 17 for sample in buffer.sample().unbind(0))
+
+
+def test_a_buffer_on_disk_is_saved_without_a_copy_in_memory(tmp_path):
+    data = stream(3, 40)
+    one, two = (NStepReplayBuffer(90, n_steps=3, memmap=tmp_path / "data") for _ in range(2))
+    for count, part in enumerate(data[:, :35].split(5, 1)):
+        one.extend(part)
+        saved, stored = one.state_dict()["data"], one.storage._storage
+        assert all(v.data_ptr() == stored.get(tuple(k.split("/"))).data_ptr() for k, v in saved.items())
+        if count in (1, 6):  # not yet full, and after it has wrapped
+            checkpoints = Checkpoints(tmp_path / f"c{count}", {"replay": one}, algorithm="x")
+            checkpoints.save(1)
+            Checkpoints(tmp_path / f"c{count}", {"replay": two}, algorithm="x").load()
+            same_samples(one, two)
+    for buffer in (one, two):
+        buffer.extend(data[:, 35:])
+    same_samples(one, two)
 
 
 def test_saved_without_data_it_starts_empty():
