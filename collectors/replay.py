@@ -490,14 +490,35 @@ def _own_folder(buffer: NStepReplayBuffer, parent: Path) -> Path:
 
 
 def _free_bytes(device: torch.device, folder: str | Path | None) -> int | None:
-    """Bytes that are free, or None where nobody says."""
+    """Bytes that are free for this process, or None where nobody says."""
+    # Pages are taken when they are written: processes that allocate together all find the same free.
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if several_processes() else 1
     if folder is not None:
         there = next(path for path in [Path(folder), *Path(folder).resolve().parents] if path.exists())
-        return shutil.disk_usage(there).free
+        return shutil.disk_usage(there).free // processes
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
     except (OSError, StopIteration):
         return None
+    return min([free, *_group_free_bytes()]) // processes
+
+
+def _group_free_bytes(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> list[int]:
+    """What the limits of a container or a job leave (cgroup v2), which the machine's own memory does not show."""
+    try:
+        own = next(line[3:] for line in proc.read_text().splitlines() if line.startswith("0::"))
+    except (OSError, StopIteration):
+        return []
+    out, group = [], root / own.lstrip("/")
+    for folder in [group, *group.parents]:
+        try:
+            limit, used = ((folder / f"memory.{name}").read_text().strip() for name in ("max", "current"))
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            if limit != "max":  # cached files give way
+                out.append(max(int(limit) - int(used) + int(stat.get("inactive_file", 0)), 0))
+        except (OSError, ValueError):
+            continue
+    return out

@@ -392,6 +392,22 @@ def test_too_large_is_refused_with_bytes(monkeypatch):
         NStepReplayBuffer(100_000_000, n_steps=3).extend(stream(2, 2))
 
 
+def test_limits_of_containers_and_processes_count(tmp_path, monkeypatch):
+    root, proc = tmp_path / "cgroup", tmp_path / "self"
+    (root / "job" / "step").mkdir(parents=True)
+    proc.write_text("0::/job/step\n")
+    for folder, limit in (("job", "1000"), ("job/step", "max")):
+        for name, text in (("max", limit), ("current", "700"), ("stat", "anon 500\ninactive_file 150")):
+            (root / folder / f"memory.{name}").write_text(f"{text}\n")
+    assert replay._group_free_bytes(proc, root) == [450]
+    assert replay._group_free_bytes(tmp_path / "none", root) == []
+    monkeypatch.setattr(replay, "_group_free_bytes", lambda: [1000, 4000])
+    assert replay._free_bytes(torch.device("cpu"), None) in (None, 1000)
+    monkeypatch.setattr(replay, "several_processes", lambda: True)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert replay._free_bytes(torch.device("cpu"), None) in (None, 250)
+
+
 def test_free_memory_is_found(tmp_path):
     for place in ((torch.device("cpu"), None), (torch.device("cpu"), tmp_path / "later")):
         assert replay._free_bytes(*place) is None or replay._free_bytes(*place) > 0
