@@ -19,6 +19,7 @@ from torchrl.data import LazyMemmapStorage, LazyTensorStorage, TensorDictReplayB
 from torchrl.data.replay_buffers.writers import RoundRobinWriter
 from torchrl.envs import Transform
 
+from edenrl.collectors.reward_normalizer import RewardNormalizer
 from edenrl.modules import several_processes
 
 __all__ = ["NStepReplayBuffer"]
@@ -207,6 +208,12 @@ class NStepReplayBuffer(TensorDictReplayBuffer):
             finals = {key: self._reduced(self._last.get(key)[rows], key) for key in self.observations}
             self._ends.add((self._written - 1) * len(was_open) + rows, finals)
             self._ends.sort()  # other rows may have ended at the same step
+            self._forget_episodes(rows)
+
+    def _forget_episodes(self, rows: Tensor | slice) -> None:
+        for part in self._transform.modules():
+            if isinstance(part, RewardNormalizer):
+                part.returns[rows] = 0.0
 
     def _reduced(self, value: Tensor, key: NestedKey) -> Tensor:
         if self.observation_dtype is None or not value.is_floating_point():
@@ -337,6 +344,7 @@ class NStepReplayBuffer(TensorDictReplayBuffer):
         self.empty()
         self._transform.load_state_dict(state_dict["transforms"])
         if not state_dict["written"]:
+            self._forget_episodes(slice(None))  # nothing is left to tell whether they go on
             return
         dtypes = {_key(name): value.dtype for name, value in state_dict["dtypes"].items()}
         if set(dtypes) != set(self.observations):
