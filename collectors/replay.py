@@ -19,6 +19,9 @@ from torchrl.data import LazyMemmapStorage, LazyTensorStorage, TensorDictReplayB
 from torchrl.data.replay_buffers.writers import RoundRobinWriter
 from torchrl.envs import Transform
 
+from edenrl.collectors.reward_normalizer import RewardNormalizer
+from edenrl.modules import several_processes
+
 __all__ = ["NStepReplayBuffer"]
 
 _REWARD, _TERMINATED, _TRUNCATED = ("next", "reward"), ("next", "terminated"), ("next", "truncated")
@@ -132,7 +135,8 @@ class NStepReplayBuffer(TensorDictReplayBuffer):
                 "the number of environments, or use one buffer for each collector."
             )
         with self._replay_lock:  # with prefetch, samples are drawn in another thread
-            return self._extend_rows(tensordicts.to(self.device) if self.device.type != "cpu" else tensordicts)
+            elsewhere = tensordicts.get(_REWARD).device.type != self.device.type
+            return self._extend_rows(tensordicts.to(self.device) if elsewhere else tensordicts)
 
     def _extend_rows(self, tensordicts: TensorDictBase) -> Tensor:
         data = self._stored_part(tensordicts)
@@ -187,7 +191,7 @@ class NStepReplayBuffer(TensorDictReplayBuffer):
         broken = torch.zeros_like(open_ended)
         for key in self.observations:
             now, then = data.get(key), after.get(key)
-            broken[:, :-1] |= (now[:, 1:] != then[:, :-1]).flatten(2).any(-1)
+            broken[:, :-1] |= _differs(now[:, 1:], then[:, :-1], 2)
         data[_TRUNCATED].squeeze(-1).logical_or_(broken & open_ended)
         if self._last is None:
             return
@@ -197,13 +201,19 @@ class NStepReplayBuffer(TensorDictReplayBuffer):
         was_open = ~(store[_TERMINATED][slot] | store[_TRUNCATED][slot]).squeeze(-1)
         broken = torch.zeros_like(was_open)
         for key in self.observations:
-            broken |= (data.get(key)[:, 0] != self._last.get(key)).flatten(1).any(-1)
+            broken |= _differs(data.get(key)[:, 0], self._last.get(key), 1)
         rows = (broken & was_open).nonzero().squeeze(-1)
         if len(rows):
             store[_TRUNCATED][slot, rows] = True
             finals = {key: self._reduced(self._last.get(key)[rows], key) for key in self.observations}
             self._ends.add((self._written - 1) * len(was_open) + rows, finals)
             self._ends.sort()  # other rows may have ended at the same step
+            self._forget_episodes(rows)
+
+    def _forget_episodes(self, rows: Tensor | slice) -> None:
+        for part in self._transform.modules():
+            if isinstance(part, RewardNormalizer):
+                part.returns[rows] = 0.0
 
     def _reduced(self, value: Tensor, key: NestedKey) -> Tensor:
         if self.observation_dtype is None or not value.is_floating_point():
@@ -300,16 +310,25 @@ class NStepReplayBuffer(TensorDictReplayBuffer):
 
     def empty(self, empty_write_count: bool = True) -> None:
         """Forgets all data; the storage stays allocated."""
-        super().empty(empty_write_count)
-        self._written, self._last, self._ends = 0, None, _EpisodeEnds()
+        with self._futures_lock:  # nor may samples that were drawn ahead outlive their data
+            self._clear_prefetch_queue_locked()
+            super().empty(empty_write_count)
+            self._written, self._last, self._ends = 0, None, _EpisodeEnds()
 
     def state_dict(self) -> dict[str, Any]:
-        """What is stored (with ``save_data``), as far as it is filled, and the transforms' state."""
+        """What is stored (with ``save_data``), as far as it is filled, and the transforms' state.
+
+        It is a copy in memory; with ``memmap``, whose data may not fit there, in a single process the data on disk.
+        """
         state: dict[str, Any] = {"transforms": dict(self._transform.state_dict()), "written": 0}
         if not self.save_data or self._last is None:
             return state
         store, rows = self._storage._storage, self._rows()
-        leaves = {_name(key): torch.as_tensor(store.get(key)[:rows]).clone() for key in store.keys(True, True)}
+        in_place = self.memmap is not None and not several_processes()  # several send their states to the first
+        leaves = {}
+        for key in store.keys(True, True):
+            value = store.get(key).as_subclass(Tensor)[:rows]
+            leaves[_name(key)] = value if in_place else value.to("cpu", copy=True)
         last = {_name(key): value.clone() for key, value in self._last.items(True, True)}
         dtypes = {_name(key): torch.zeros(0, dtype=dtype) for key, dtype in self._dtypes.items()}
         ends = self._ends.state_dict()
@@ -320,13 +339,25 @@ class NStepReplayBuffer(TensorDictReplayBuffer):
         """Restores ``state_dict`` into a buffer of the same settings; what was there is forgotten.
 
         Raises:
-            ValueError: if the saved data does not fit ``max_size``.
+            ValueError: if the saved data does not fit ``max_size``, or holds other observations.
         """
         self.empty()
         self._transform.load_state_dict(state_dict["transforms"])
         if not state_dict["written"]:
+            self._forget_episodes(slice(None))  # nothing is left to tell whether they go on
             return
+        dtypes = {_key(name): value.dtype for name, value in state_dict["dtypes"].items()}
+        if set(dtypes) != set(self.observations):
+            raise ValueError(
+                f"The saved replay buffer holds the observations {list(dtypes)}, this one {self.observations}. Restore "
+                "it with those it was saved with."
+            )
         data = {_key(name): value.to(self.device) for name, value in state_dict["data"].items()}
+        self._ends.load_state_dict(state_dict["ends"], self.device)
+        for key, dtype in dtypes.items():  # it may have been saved in another precision
+            for values in (data, self._ends.values):
+                if key in values:
+                    values[key] = self._reduced(values[key].to(dtype), key)
         rows, num_envs = next(iter(data.values())).shape[:2]
         stored = TensorDict(batch_size=[rows, num_envs], device=self.device)
         for key, value in data.items():
@@ -347,8 +378,7 @@ class NStepReplayBuffer(TensorDictReplayBuffer):
         self._last = TensorDict(batch_size=[num_envs], device=self.device)
         for key, value in last.items():
             self._last.set(key, value)
-        self._dtypes = {_key(name): value.dtype for name, value in state_dict["dtypes"].items()}
-        self._ends.load_state_dict(state_dict["ends"], self.device)
+        self._dtypes = dtypes
         if self._rng is not None and "rng" in state_dict:
             self._rng.set_state(state_dict["rng"])
 
@@ -429,11 +459,19 @@ class _EpisodeEnds:
 
 
 def _name(key: NestedKey) -> str:
-    return key if isinstance(key, str) else "/".join(key)
+    # A part may hold a slash itself, as dm_control's "walker/joints_pos" does.
+    parts = (key,) if isinstance(key, str) else key
+    return "/".join(str(part).replace("~", "~0").replace("/", "~1") for part in parts)
 
 
 def _key(name: str) -> Any:
-    return unravel_key(tuple(name.split("/")))
+    return unravel_key(tuple(part.replace("~1", "/").replace("~0", "~") for part in name.split("/")))
+
+
+def _differs(now: Tensor, then: Tensor, dims: int) -> Tensor:
+    """Where two observations differ, by their first ``dims`` dimensions; NaN is equal to NaN."""
+    different = (now != then) & ((now == now) | (then == then))
+    return different.flatten(dims).any(-1) if now.dim() > dims else different
 
 
 def _own_folder(buffer: NStepReplayBuffer, parent: Path) -> Path:
@@ -460,14 +498,35 @@ def _own_folder(buffer: NStepReplayBuffer, parent: Path) -> Path:
 
 
 def _free_bytes(device: torch.device, folder: str | Path | None) -> int | None:
-    """Bytes that are free, or None where nobody says."""
+    """Bytes that are free for this process, or None where nobody says."""
+    # Pages are taken when they are written: processes that allocate together all find the same free.
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if several_processes() else 1
     if folder is not None:
         there = next(path for path in [Path(folder), *Path(folder).resolve().parents] if path.exists())
-        return shutil.disk_usage(there).free
+        return shutil.disk_usage(there).free // processes
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
     except (OSError, StopIteration):
         return None
+    return min([free, *_group_free_bytes()]) // processes
+
+
+def _group_free_bytes(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> list[int]:
+    """What the limits of a container or a job leave (cgroup v2), which the machine's own memory does not show."""
+    try:
+        own = next(line[3:] for line in proc.read_text().splitlines() if line.startswith("0::"))
+    except (OSError, StopIteration):
+        return []
+    out, group = [], root / own.lstrip("/")
+    for folder in [group, *group.parents]:
+        try:
+            limit, used = ((folder / f"memory.{name}").read_text().strip() for name in ("max", "current"))
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            if limit != "max":  # cached files give way
+                out.append(max(int(limit) - int(used) + int(stat.get("inactive_file", 0)), 0))
+        except (OSError, ValueError):
+            continue
+    return out

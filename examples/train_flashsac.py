@@ -61,11 +61,12 @@ def main(argv=None):
     transforms = [ActionScaling(loc=(low + high) / 2, scale=(high - low) / 2, in_keys_inv=[])]
     if algo.normalize_rewards:
         transforms.append(RewardNormalizer(num_envs, algo.gamma, algo.max_value))
+    replay_device = device if algo.buffer_dir is None else torch.device("cpu")
     replay = NStepReplayBuffer(
         observations=list(dict.fromkeys([*policy.module[0].in_keys, *groups])),
         observation_dtype=getattr(torch, algo.buffer_dtype),
-        device=device if algo.buffer_dir is None else "cpu",
-        transform=Compose(*transforms).to(device),
+        device=replay_device,
+        transform=Compose(*transforms).to(replay_device),
         **algo.replay_options(),
     )
 

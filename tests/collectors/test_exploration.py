@@ -7,6 +7,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 from torch.testing import assert_close
+from torchrl.data import Bounded
+from torchrl.envs import ExplorationType, set_exploration_type
 
 from edenrl.collectors import Collector, RepeatedNoise, exploring_policy
 from edenrl.collectors.exploration import zeta_cdf, zeta_length
@@ -76,6 +78,18 @@ def test_uniform_actions_fill_the_box():
     action = explore(state(4000))["action"]
     assert_close(action.mean(0), torch.tensor([1.0, 0.25]), rtol=0, atol=0.1)
     assert_close(action.std(0), torch.tensor([4.0, 0.5]) / 12**0.5, rtol=0.05, atol=0)
+
+
+def test_without_noise_it_acts_as_the_policy_that_is_evaluated():
+    low, high = torch.tensor([-1.0, -0.1, 2.0]), torch.tensor([3.0, 5.0, 2.5])
+    actor = flash_actor({"observation": 4}, Bounded(low, high), hidden_dim=8)
+    td = TensorDict(observation=3 * torch.randn(50, 4), batch_size=[50])
+    with torch.no_grad(), set_exploration_type(ExplorationType.DETERMINISTIC):
+        evaluated = actor(td.clone())["action"]
+    td.update({"noise": torch.zeros(50, 3), "noise_steps": torch.ones(50, 1, dtype=torch.long)})
+    acted = exploring_policy(actor, RepeatedNoise(low, high))(td)["action"]
+    assert_close(acted, evaluated)
+    assert bool(((acted > low) & (acted < high)).all())
 
 
 def test_mistakes_are_refused():

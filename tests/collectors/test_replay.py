@@ -19,6 +19,7 @@ from torchrl.modules import QValueActor
 from torchrl.objectives import DQNLoss
 
 from edenrl.collectors import NStepReplayBuffer, replay
+from edenrl.training.checkpoint import Checkpoints
 
 GOLDEN = {k: torch.from_numpy(v) for k, v in np.load(Path(__file__).parents[1] / "golden/flashsac_data.npz").items()}
 
@@ -257,6 +258,91 @@ def test_a_restored_buffer_goes_on_identically(tmp_path, steps):
         NStepReplayBuffer(21, n_steps=3).load_state_dict(buffers[0].state_dict())
 
 
+@pytest.mark.parametrize("key", [("agents", "observation"), "walker/joints_pos", "a~1b"])
+def test_observations_of_any_name_are_restored(key):
+    data = stream(3, 30).rename_key_("observation", key)
+    data["next"] = data["next"].rename_key_("observation", key)
+    one, two = (NStepReplayBuffer(45, n_steps=3, observations=[key]) for _ in range(2))
+    one.extend(data[:, :10])
+    two.load_state_dict(copy.deepcopy(one.state_dict()))
+    for buffer in (one, two):
+        buffer.extend(data[:, 10:15])
+    same_samples(one, two)
+
+
+def test_observations_without_a_feature_dimension_or_with_nan_break_no_window():
+    data = constant(2, 9)
+    for part in (data, data["next"]):
+        part["count"] = part["observation"].squeeze(-1).long()
+        part["observation"] = torch.full((2, 9, 3), torch.nan)  # a sensor that is missing
+    buffer = NStepReplayBuffer(40, n_steps=3, observations=["observation", "count"])
+    for part in data.split(4, 1):
+        buffer.extend(part)
+    batch = buffer.sample(100)
+    assert not bool(batch["next", "done"].any()) and bool((batch["steps_to_next_obs"] == 3).all())
+    assert torch.equal(batch["next", "count"], batch["count"] + 3)
+
+
+def test_restored_in_another_precision():
+    data = stream(3, 40)
+    data["observation"] /= 7
+    data["next", "observation"] /= 7
+    dtypes = (None, torch.bfloat16, None)
+    exact, reduced, plain = (NStepReplayBuffer(45, n_steps=3, observation_dtype=dtype) for dtype in dtypes)
+    for buffer in (exact, reduced):
+        buffer.extend(data[:, :14])
+    plain.load_state_dict(copy.deepcopy(reduced.state_dict()))
+    same_samples(plain, reduced)
+    reduced.load_state_dict(copy.deepcopy(exact.state_dict()))
+    for buffer in (reduced, plain):
+        buffer.extend(data[:, 14:28])
+    sample, key = plain.sample(200), ("next", "observation")
+    assert plain.storage._storage["observation"].dtype == torch.float32
+    assert not torch.equal(sample[key], sample[key].bfloat16().float())
+    sample = reduced.sample(200)
+    assert reduced.storage._storage["observation"].dtype == torch.bfloat16
+    assert torch.equal(sample[key], sample[key].bfloat16().float())
+    other = NStepReplayBuffer(45, n_steps=3, observations=["policy"])
+    with pytest.raises(ValueError, match=r"observations \['observation'\], this one \['policy'\]"):
+        other.load_state_dict(exact.state_dict())
+
+
+def test_samples_drawn_ahead_do_not_outlive_their_data():
+    data = stream(3, 30)
+    buffer = NStepReplayBuffer(45, n_steps=3, batch_size=16, prefetch=2)
+    buffer.extend(data[:, :10])
+    for step in range(10, 20):
+        buffer.extend(data[:, step : step + 1])
+        for sample in buffer.sample().unbind(0):
+            env, start = find(data, sample)
+            assert float(sample["next", "reward"]) == pytest.approx(by_list(data, start, env, 3, 0.99)[0], abs=1e-5)
+    state = copy.deepcopy(buffer.state_dict())
+    buffer.empty()
+    with pytest.raises(RuntimeError, match="holds 0 steps"):
+        buffer.sample()
+    buffer.extend(stream(3, 10, seed=1))
+    buffer.sample()
+    buffer.load_state_dict(state)
+    assert all(find(data, sample)[1] < 17 for sample in buffer.sample().unbind(0))
+
+
+def test_a_buffer_on_disk_is_saved_without_a_copy_in_memory(tmp_path):
+    data = stream(3, 40)
+    one, two = (NStepReplayBuffer(90, n_steps=3, memmap=tmp_path / "data") for _ in range(2))
+    for count, part in enumerate(data[:, :35].split(5, 1)):
+        one.extend(part)
+        saved, stored = one.state_dict()["data"], one.storage._storage
+        assert all(v.data_ptr() == stored.get(tuple(k.split("/"))).data_ptr() for k, v in saved.items())
+        if count in (1, 6):  # not yet full, and after it has wrapped
+            checkpoints = Checkpoints(tmp_path / f"c{count}", {"replay": one}, algorithm="x")
+            checkpoints.save(1)
+            Checkpoints(tmp_path / f"c{count}", {"replay": two}, algorithm="x").load()
+            same_samples(one, two)
+    for buffer in (one, two):
+        buffer.extend(data[:, 35:])
+    same_samples(one, two)
+
+
 def test_saved_without_data_it_starts_empty():
     buffer = NStepReplayBuffer(45, n_steps=3, save_data=False)
     with pytest.raises(RuntimeError, match="holds 0 steps per environment"):
@@ -304,6 +390,22 @@ def test_too_large_is_refused_with_bytes(monkeypatch):
     # 2 observations, action and reward of 4 bytes, two flags.
     with pytest.raises(ValueError, match=r"needs 1,800,000,000 bytes \(18 per step\), free are 1,000,000 .* 55,555"):
         NStepReplayBuffer(100_000_000, n_steps=3).extend(stream(2, 2))
+
+
+def test_limits_of_containers_and_processes_count(tmp_path, monkeypatch):
+    root, proc = tmp_path / "cgroup", tmp_path / "self"
+    (root / "job" / "step").mkdir(parents=True)
+    proc.write_text("0::/job/step\n")
+    for folder, limit in (("job", "1000"), ("job/step", "max")):
+        for name, text in (("max", limit), ("current", "700"), ("stat", "anon 500\ninactive_file 150")):
+            (root / folder / f"memory.{name}").write_text(f"{text}\n")
+    assert replay._group_free_bytes(proc, root) == [450]
+    assert replay._group_free_bytes(tmp_path / "none", root) == []
+    monkeypatch.setattr(replay, "_group_free_bytes", lambda: [1000, 4000])
+    assert replay._free_bytes(torch.device("cpu"), None) in (None, 1000)
+    monkeypatch.setattr(replay, "several_processes", lambda: True)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert replay._free_bytes(torch.device("cpu"), None) in (None, 250)
 
 
 def test_free_memory_is_found(tmp_path):

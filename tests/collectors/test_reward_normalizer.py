@@ -1,5 +1,6 @@
 """The reward normalizer against the published statistics."""
 
+import copy
 from pathlib import Path
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 from torch.testing import assert_close
+from torchrl.envs import Compose
 
 from edenrl.collectors import NStepReplayBuffer, RewardNormalizer
 
@@ -68,6 +70,31 @@ def test_old_transitions_are_scaled_with_todays_statistics():
     assert buffer.sample(8)["next", "reward"].unique().tolist() == [1.0]
     extend(8.0)
     assert buffer.sample(100)["next", "reward"].unique().tolist() == [0.25, 1.0]
+
+
+@pytest.mark.parametrize("how", ["reset", "restored", "restored without data"])
+def test_an_episode_that_was_broken_off_leaves_nothing_to_the_next(how):
+    def data(first):
+        flags = {name: torch.zeros(2, 1, 1, dtype=torch.bool) for name in ("terminated", "truncated", "done")}
+        ends = {"observation": first + 1.0, "reward": torch.ones(2, 1, 1), **flags}
+        return TensorDict(dict(observation=first, action=torch.zeros(2, 1, 1), next=ends), batch_size=[2, 1])
+
+    def build():
+        normalizer = RewardNormalizer(2, gamma=1.0)
+        options = dict(n_steps=1, save_data=how != "restored without data", transform=Compose(normalizer))
+        return normalizer, NStepReplayBuffer(100, **options)
+
+    normalizer, buffer = build()
+    for step in range(3):
+        buffer.extend(data(torch.full((2, 1, 1), float(step))))
+    assert normalizer.returns.tolist() == [3.0, 3.0]
+    if how != "reset":
+        state = copy.deepcopy(buffer.state_dict())
+        normalizer, buffer = build()
+        buffer.load_state_dict(state)
+    buffer.extend(data(torch.tensor([[[3.0]], [[100.0]]])))  # row 1 was reset
+    assert normalizer.returns.tolist() == ([1.0, 1.0] if how == "restored without data" else [4.0, 1.0])
+    assert float(normalizer.count) == 8
 
 
 def test_mistakes_are_refused():

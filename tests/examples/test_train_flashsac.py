@@ -88,6 +88,43 @@ def test_resumed_run_is_the_uninterrupted_run(tmp_path, env):
             assert abs(float(total.detach()) / len(layer.scale) - 1) < 1e-5
 
 
+def on_spheres(net):
+    for layer in net.modules():
+        if isinstance(layer, UnitLinear):
+            assert (layer.weight.norm(dim=-1) - 1).abs().max() < 1e-5
+        if isinstance(layer, UnitBatchNorm):
+            total = layer.scale.square().sum(-1) + layer.shift.square().sum(-1)
+            assert (total / layer.scale.shape[-1] - 1).abs().max() < 1e-5
+
+
+def test_order_of_an_update_and_spheres_after_every_step(tmp_path, monkeypatch):
+    order, seen = [], {}
+
+    def watch(name, letter):
+        original = getattr(FlashSACLoss, name)
+
+        def watched(loss, *args):
+            order.append(letter)
+            before = [parameter.detach().clone() for parameter in loss.target_critic.parameters()]
+            out = original(loss, *args)
+            for network in (loss.actor_network, loss.critic_network):
+                on_spheres(network)
+            # Only the last call of an update moves the target's parameters.
+            after = list(loss.target_critic.parameters())
+            assert any(not torch.equal(*pair) for pair in zip(before, after, strict=True)) == (letter == "p")
+            seen["alpha"] = float(loss.alpha)
+            return out
+
+        monkeypatch.setattr(FlashSACLoss, name, watched)
+
+    for name, letter in (("actor_loss", "a"), ("temperature_loss", "t"), ("critic_loss", "c"), ("update_target", "p")):
+        watch(name, letter)
+    train(tmp_path / "run", 20, "--algorithm.updates_per_step=3", "--algorithm.actor_delay=3")
+    # Forty transitions of the 400 come first, an update begins with the step that completes them.
+    assert "".join(order) == "atcpcpcp" * 91
+    assert seen["alpha"] != pytest.approx(0.001) and rows(tmp_path / "run")[-1]["lr"] == pytest.approx(3e-4, rel=0.01)
+
+
 def test_without_its_buffer_a_resumed_run_fills_a_new_one(tmp_path):
     train(tmp_path / "run", 10, "--algorithm.save_buffer=false")
     train(tmp_path / "run", 14, resume=True)
