@@ -99,11 +99,10 @@ def main(argv=None):
     with run:
         if cfg.resume and cfg.resume_schedule == "restart":
             step.restart_schedule(algo.lr_schedule, algo.lr, run.remaining * updates, **algo.schedule_options())
-        rollouts = iter(collector)
-        for iteration in run:
+        rollouts, checked = iter(collector), False
+        for _ in run:
             rollout = next(rollouts)
-            if iteration == 0:
-                layout.check(rollout[history], rollout[critic_group])
+            checked = checked or layout.check(rollout[history], rollout[critic_group])
             with torch.no_grad():  # before anything is trained on it
                 fresh = {f"fresh/{name}": value for name, value in estimator_loss(rollout).items()}
             doubled = gae(augment(rollout))
