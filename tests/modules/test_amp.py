@@ -9,6 +9,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 from torch import nn
+from torchrl.envs import TransformedEnv, check_env_specs
 
 from edenrl.collectors import Collector
 from edenrl.envs import Quadruped
@@ -186,6 +187,25 @@ def test_a_collector_takes_it_as_postprocessing():
     torch.manual_seed(0)
     data = next(iter(Collector(env, None, frames_per_batch=8, total_frames=8, postproc=reward)))
     assert data["next", "style_reward"].shape == (2, 4, 1) and ("next", "style_reward") not in plain.keys(True)
+
+
+def test_an_environment_takes_it_as_a_transform():
+    pytest.importorskip("mujoco")
+    robot = dict(groups=["policy", "amp"], seed=0, num_threads=1, episode_seconds=0.1)
+    reward = AMPReward(Discriminator(12, hidden=(8,)), scale=1.0)
+    act = dict(policy=lambda td: td.set("action", torch.zeros(2, 12)), break_when_any_done=False)
+    plain = Quadruped(2, **robot).rollout(12, **act)
+    env = TransformedEnv(Quadruped(2, **robot), reward.as_transform())
+    data = env.rollout(12, **act)
+    expected = reward(plain.clone())  # in one pass, across the ends of episodes
+    assert data["next", "done"].any()
+    for name in ("reward", "style_reward"):
+        torch.testing.assert_close(data["next", name], expected["next", name], rtol=0, atol=1e-6)
+    assert not torch.equal(data["next", "reward"], plain["next", "reward"])
+    env.set_seed(0)
+    check_env_specs(env)
+    with pytest.raises(ValueError, match=r"keys \('next', name\), got \['window'\]"):
+        AMPReward(Discriminator(12, hidden=(8,)), window_key="window").as_transform()
 
 
 def warnings_of(caplog, watch, accuracies):
