@@ -119,7 +119,7 @@ def main(argv=None):
                 losses = prior_loss(windows)
                 scores.append({**prior_step(losses), **losses})
             judged = average(scores) if scores else {}
-            saturated(float(judged.get("accuracy", 0.0)))
+            saturated(float(judged.get("accuracy", "nan")))
             style = {**add_style.metrics(rollout), "motion_distance": motion.distance(seen).mean()}
             shown = rollout_metrics(rollout, action_box(env)), {"skipped_updates": step.skipped}
             run.log(judged, average(metrics), style, *shown)  # in this order: loss and lr are PPO's

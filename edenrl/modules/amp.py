@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -315,8 +316,12 @@ class SaturationWatch:
         self._warned = False
 
     def __call__(self, accuracy: float) -> bool:
-        """Takes the mean accuracy of an iteration; returns whether the discriminator is saturated."""
-        self._in_a_row = self._in_a_row + 1 if accuracy > self.limit else 0
+        """Takes the mean accuracy of an iteration; returns whether the discriminator is saturated.
+
+        NaN, of an iteration in which it took no step, is passed over.
+        """
+        if not math.isnan(accuracy):
+            self._in_a_row = self._in_a_row + 1 if accuracy > self.limit else 0
         saturated = self._in_a_row >= self.patience
         if saturated and not self._warned:
             self._warned = True

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import math
 from pathlib import Path
 
 import numpy as np
@@ -218,6 +219,11 @@ def test_a_saturated_discriminator_is_reported_once(caplog):
     result, messages = warnings_of(caplog, SaturationWatch(patience=3), [1.0, 1.0, 0.98, 1.0, 1.0, 1.0, 1.0])
     assert result == [False] * 5 + [True] * 2
     assert len(messages) == 1 and "above 0.99 for 3 iterations" in messages[0]
+
+
+def test_iterations_without_a_step_of_the_discriminator_do_not_hide_saturation(caplog):
+    rare = [1.0, math.nan, math.nan, 1.0, math.nan]  # as with a long discriminator_interval
+    assert warnings_of(caplog, SaturationWatch(patience=2), rare)[0] == [False] * 3 + [True] * 2
 
 
 def test_accuracy_at_the_limit_is_no_saturation(caplog):
