@@ -180,14 +180,18 @@ class DepthDistillationCollector:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores ``state_dict``; the next rollout continues where the saved collector stopped.
 
-        An environment whose own ``state_dict`` holds no ``"_extra_state"`` starts new episodes, with a warning.
+        An environment whose own ``state_dict`` holds no ``"_extra_state"``, or one that is not exact, starts new
+        episodes, with a warning; the student's memory of the old ones is not restored.
         """
         self.iterations = state["iterations"]
         if isinstance(self.env, TransformedEnv):
             self.env.transform.load_state_dict(state["transforms"])
         self._simulator.load_state_dict(state["simulator"])
-        if "_extra_state" not in state["simulator"]:
-            _log.warning("%s does not save its simulation state: episodes start anew.", type(self._simulator).__name__)
+        extra = state["simulator"].get("_extra_state")
+        if extra is None or not extra.get("exact", True):
+            if extra is None:  # otherwise the environment has said so itself
+                name = type(self._simulator).__name__
+                _log.warning("%s does not save its simulation state: episodes start anew.", name)
             return
         self._hidden = state["hidden"].to(self._hidden.device)
         root = TensorDict.from_dict(state["root"], batch_size=self.env.batch_size)

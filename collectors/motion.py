@@ -22,6 +22,8 @@ __all__ = ["MotionDataset", "WindowBuffer"]
 
 _log = logging.getLogger("edenrl")
 
+_AT_ONCE = 8192
+
 
 class MotionDataset:
     """Windows of consecutive frames from recorded motion clips, between the recorded frames as well.
@@ -249,12 +251,14 @@ class MotionDataset:
         clip = torch.searchsorted(ends, place, right=True).clamp_max(self.num_motions - 1)
         base = low + place - (ends - (high - low))[clip]
         references = self._gather(clip, base).flatten(1)
-        nearest = torch.cdist(windows.reshape(-1, self.window_dim), references).amin(-1)
+        # In parts: of a rollout of thousands of environments, all distances at once take gigabytes.
+        parts = windows.reshape(-1, self.window_dim).split(_AT_ONCE)
+        nearest = torch.cat([torch.cdist(part, references).amin(-1) for part in parts])
         return (nearest / math.sqrt(self.window_dim)).reshape(windows.shape[:-1])
 
     def state_dict(self) -> dict[str, Any]:
-        """The generator's state and a digest of the clips."""
-        return {"generator": self.generator.get_state(), "digest": self._digest}
+        """The generator's state, a digest of the clips, and their rate."""
+        return {"generator": self.generator.get_state(), "digest": self._digest, "fps": self.fps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores ``state_dict``.
@@ -262,12 +266,16 @@ class MotionDataset:
         Raises:
             ValueError: the state belongs to other clips.
         """
-        if state["digest"] != self._digest:
+        if state["digest"] != self._digest or state.get("fps", self.fps) != self.fps:
             raise ValueError(
-                f"{self.path} does not hold the clips that this run was trained on. Give the original file, or start a "
-                "new run with the new one."
+                f"{self.path} does not hold the clips that this run was trained on{self._rates(state)}. Give the "
+                "original file, or start a new run with the new one."
             )
         self.generator.set_state(state["generator"].cpu())
+
+    def _rates(self, state: Mapping[str, Any]) -> str:
+        before = state.get("fps", self.fps)
+        return "" if before == self.fps else f" (fps {before:g}, now {self.fps:g})"
 
 
 class WindowBuffer(TensorDictReplayBuffer):

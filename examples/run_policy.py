@@ -21,7 +21,8 @@ def check_groups(policy, env):
     if wrong := {key: shape for key, shape in wanted.items() if published.get(key) != shape}:
         raise ValueError(
             f"The policy reads {wrong}; this environment publishes {published}. Play it on "
-            f"{policy.spec['provenance']['task'] or 'the environment it was trained on'}."
+            f"{policy.spec['provenance']['task'] or 'the environment it was trained on'}, built as for training: "
+            "--kwargs takes the env.kwargs of the run's config.json."
         )
 
 

@@ -112,13 +112,14 @@ def main(argv=None):
             prior.update_normalization(seen, motion.sample(len(seen)).flatten(1))
             for group in prior_optimizer.param_groups:
                 group["lr"] = optimizer.param_groups[0]["lr"]
-            due = min(step.updates // algo.discriminator_interval - prior_step.updates, updates)
+            every = algo.discriminator_interval  # steps that fell due before the first gate opened are not made up for
+            due = step.updates // every - (step.updates - updates) // every
             for _ in range(due if min(distributed.exchange(len(buffer))) else 0):
                 windows = buffer.sample().set("expert_window", motion.sample(minibatch).flatten(1))
                 losses = prior_loss(windows)
                 scores.append({**prior_step(losses), **losses})
             judged = average(scores) if scores else {}
-            saturated(float(judged.get("accuracy", 0.0)))
+            saturated(float(judged.get("accuracy", "nan")))
             style = {**add_style.metrics(rollout), "motion_distance": motion.distance(seen).mean()}
             shown = rollout_metrics(rollout, action_box(env)), {"skipped_updates": step.skipped}
             run.log(judged, average(metrics), style, *shown)  # in this order: loss and lr are PPO's

@@ -38,6 +38,7 @@ PRESETS = {
         evaluation=dict(num_episodes=128, metric="updates"),
     ),
     "Quadruped": QUADRUPED_STYLE,
+    "QuadrupedTerrain": QUADRUPED_STYLE,  # the flat ground's, untuned; the robot is blind
 }  # fmt: skip
 
 

@@ -1,7 +1,6 @@
 """Train RMA: a teacher with privileged information, and the history encoder and estimator that replace it.
 
-python examples/train_rma.py                                  # HiddenPointMass; settings from PRESETS
-python examples/train_rma.py --env.name QuadrupedTerrain
+python examples/train_rma.py [--env.name QuadrupedTerrain]     # default: HiddenPointMass; settings from PRESETS
 
 What is evaluated and exported is the deployed policy, without privileged input.
 """
@@ -27,7 +26,8 @@ from edenrl.optim import GradientStep, make_lr_schedule, make_optimizer
 from edenrl.training import Run, average, build_env, collector_options, evaluate_run, rollout_metrics, run_script, setup
 
 # Settings by environment, found by measuring (docs/pages/results.md); each can be overridden on the command line.
-PRESETS = {"HiddenPointMass": HIDDEN_POINT_MASS_RMA, "QuadrupedTerrain": QUADRUPED_TERRAIN_RMA}
+PRESETS = dict.fromkeys(("QuadrupedTerrain", "Quadruped"), QUADRUPED_TERRAIN_RMA)
+PRESETS["HiddenPointMass"] = HIDDEN_POINT_MASS_RMA
 
 
 class Train(RunConfig):

@@ -108,7 +108,7 @@ QUADRUPED_TERRAIN_RMA: dict[str, Any] = QUADRUPED_TERRAIN | {
         "priv_reg_length": 1000,
     },
 }
-"""RMA on the courses, with networks for a CPU."""
+"""RMA on the courses, with networks for a CPU; on flat ground it is untuned."""
 
 HIDDEN_POINT_MASS_RMA: dict[str, Any] = {
     "total_frames": 600_000,

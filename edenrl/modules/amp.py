@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
 import torch
-from tensordict import NestedKey, TensorDictBase
+from tensordict import NestedKey, TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
+from torchrl.data import Composite
+from torchrl.envs import Transform
 
 from edenrl.modules.normalization import RunningNorm
 
@@ -152,7 +155,8 @@ class AMPReward(TensorDictModuleBase):
     "style_reward")``, and ``scale`` times it is added to ``("next", "reward")`` where ``("next", "amp_gate")`` is above
     0.5. Elsewhere the reward stays as it is, bit for bit.
 
-    Call it on a collected rollout before advantages are estimated, once; or give it to a collector as ``postproc``.
+    Call it on a collected rollout before advantages are estimated, once; or give it to a collector as ``postproc``; or
+    append ``as_transform()`` to an environment, which scores step by step.
 
     Args:
         discriminator: the ``Discriminator``.
@@ -211,6 +215,22 @@ class AMPReward(TensorDictModuleBase):
         total = torch.where(gate > 0.5, reward + self.scale * style, reward)
         return tensordict.set(self.out_keys[0], total).set(self.out_keys[1], style)
 
+    def as_transform(self) -> Transform:
+        """The same as a transform of an environment: it changes each step's reward and publishes the style reward.
+
+        Raises:
+            ValueError: for keys that are not ``("next", name)``.
+
+        Examples:
+            >>> from torchrl.envs import TransformedEnv
+            >>> from edenrl.envs import Quadruped
+            >>> robot = Quadruped(2, groups=["policy", "amp"], seed=0, num_threads=1)
+            >>> env = TransformedEnv(robot, AMPReward(Discriminator(frame_dim=12, hidden=(8,))).as_transform())
+            >>> env.rollout(3)["next", "style_reward"].shape
+            torch.Size([2, 3, 1])
+        """
+        return _StyleTransform(self)
+
     def _read(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor, Tensor]:
         values = {key: tensordict.get(key, None) for key in self.in_keys}
         if missing := [key for key, value in values.items() if value is None]:
@@ -252,6 +272,31 @@ class AMPReward(TensorDictModuleBase):
         }
 
 
+class _StyleTransform(Transform):
+    def __init__(self, reward: AMPReward) -> None:
+        super().__init__(in_keys=[], out_keys=[])
+        keys: list[Any] = [*reward.in_keys, *reward.out_keys]
+        if strange := [key for key in keys if not isinstance(key, tuple) or len(key) != 2 or key[0] != "next"]:
+            raise ValueError(f"As a transform AMPReward needs keys ('next', name), got {strange}.")
+        self.reward = reward
+        self.reward_name, self.style_name = (str(key[1]) for key in reward.out_keys)
+
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        scored = self.reward(TensorDict(next=next_tensordict.copy(), batch_size=next_tensordict.batch_size))["next"]
+        return next_tensordict.update(scored.select(self.reward_name, self.style_name))
+
+    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
+        # Rows that are not reset keep their own: TorchRL merges by row.
+        assert self.parent is not None
+        return tensordict_reset.set(self.style_name, self.parent.full_reward_spec[self.reward_name].zero())
+
+    def transform_observation_spec(self, observation_spec: Composite) -> Composite:
+        """Adds the style reward."""
+        assert self.parent is not None
+        observation_spec[self.style_name] = self.parent.full_reward_spec[self.reward_name].clone()
+        return observation_spec
+
+
 class SaturationWatch:
     """Warns, once, when a discriminator tells everything apart for many iterations, as one does that has saturated.
 
@@ -271,8 +316,12 @@ class SaturationWatch:
         self._warned = False
 
     def __call__(self, accuracy: float) -> bool:
-        """Takes the mean accuracy of an iteration; returns whether the discriminator is saturated."""
-        self._in_a_row = self._in_a_row + 1 if accuracy > self.limit else 0
+        """Takes the mean accuracy of an iteration; returns whether the discriminator is saturated.
+
+        NaN, of an iteration in which it took no step, is passed over.
+        """
+        if not math.isnan(accuracy):
+            self._in_a_row = self._in_a_row + 1 if accuracy > self.limit else 0
         saturated = self._in_a_row >= self.patience
         if saturated and not self._warned:
             self._warned = True

@@ -135,7 +135,7 @@ class HIMLayout:
         return torch.cat([critic[..., :start], critic[..., start + _VELOCITY :]], -1)
 
     @torch.no_grad()
-    def check(self, history: Tensor, critic: Tensor) -> None:
+    def check(self, history: Tensor, critic: Tensor) -> bool:
         """Raises if a rollout contradicts the layout: the current frame must be the critic's.
 
         The actor's frame may be noisy. It must be the stack's closest one to the critic's, within a quarter of the
@@ -144,6 +144,9 @@ class HIMLayout:
         Args:
             history: ``(*batch, frames * frame)``.
             critic: ``(*batch, frame + 3)``, of the same steps.
+
+        Returns:
+            Whether the rollout could show it: not where every frame of a stack is the same, as right after a reset.
 
         Raises:
             ValueError: naming the frame that is closer, or the deviation.
@@ -166,6 +169,7 @@ class HIMLayout:
                 f"at a variance of {spread:.3g}. Put the same {self.frame} entries into both, in the same order, "
                 f"with the velocity at entry {self.frame if self.velocity is None else self.velocity}."
             )
+        return self.frames == 1 or bool((stack != stack[:, :1]).any())
 
 
 def _velocity_start(env: EnvBase, critic: str, width: int) -> int | None:

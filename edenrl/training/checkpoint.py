@@ -169,7 +169,8 @@ def load_weights(networks: Mapping[str, nn.Module], run_dir: str | Path, which: 
         The path of the checkpoint that was read.
 
     Raises:
-        FileNotFoundError: for a run without checkpoints, or without the one that was named (listing what there is).
+        FileNotFoundError: for what is no run, a run without checkpoints, or without the one that was named (listing
+            what there is).
         CheckpointError: for another architecture, naming the first difference.
     """
     rotation = _Rotation(Path(run_dir) / "checkpoints", keep_last=1)
@@ -188,6 +189,8 @@ def load_weights(networks: Mapping[str, nn.Module], run_dir: str | Path, which: 
                 "one of these, 'best' or 'latest'."
             )
     if path is None:
+        if not (Path(run_dir) / "config.json").is_file():
+            raise FileNotFoundError(f"{run_dir} is not a run directory: it has neither a config.json nor checkpoints.")
         raise FileNotFoundError(f"{run_dir} has no checkpoint yet: the run was stopped before its first one.")
     saved = Checkpoint.manifest(path)["metadata"]["layout"]
     if difference := _first_difference(saved, _layout(networks)):

@@ -233,6 +233,25 @@ def test_a_restored_collector_continues_bit_for_bit(after):
         assert (next(stream).detach() == rollout).all()
 
 
+class Forgetful(DepthTask):
+    """Says, as Gymnasium environments may, that its state cannot be saved."""
+
+    def get_extra_state(self):
+        return {"exact": False}
+
+    def set_extra_state(self, state):
+        pass
+
+
+def test_where_the_simulation_is_lost_the_old_episodes_are_forgotten():
+    teacher, student = make_networks()
+    first, second = (DepthDistillationCollector(wrap_env(Forgetful(N, seed=s)), teacher, student, 10) for s in (0, 1))
+    next(iter(first))
+    root = second._root.clone()
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    assert second.iterations == 1 and not second._hidden.any() and (second._root == root).all()
+
+
 # Refusals
 
 

@@ -125,6 +125,11 @@ def test_state_of_other_clips_is_refused(tmp_path):
     other = MotionDataset(bundle(tmp_path / "b.npz", line(9) + 1))
     with pytest.raises(ValueError, match="b.npz does not hold the clips"):
         other.load_state_dict(one.state_dict())
+    slower = MotionDataset(bundle(tmp_path / "c.npz", line(9), fps=25.0))
+    with pytest.raises(ValueError, match=r"c.npz does not hold the clips .* \(fps 50, now 25\)"):
+        slower.load_state_dict(one.state_dict())
+    older = {name: value for name, value in one.state_dict().items() if name != "fps"}
+    slower.load_state_dict(older)
 
 
 def test_a_window_outside_its_clip_is_refused(tmp_path):
@@ -157,7 +162,9 @@ def test_distance_is_that_to_the_nearest_window(tmp_path):
     assert motion.distance(away).max() <= 0.125 + 1e-4
     sideways = exact.reshape(3, 3, 2) + torch.tensor([2.0, -2.0])
     assert motion.distance(sideways.flatten(1)).tolist() == pytest.approx([2.0, 2.0, 2.0], abs=0.01)
-    assert motion.distance(exact[None]).shape == (1, 3)
+    assert motion.distance(exact[None]).shape == (1, 3) and motion.distance(exact[:0]).shape == (0,)
+    many = motion.sample(10_000).flatten(1) + torch.randn(10_000, 1)  # more than are compared at once
+    torch.testing.assert_close(motion.distance(many)[-3:], motion.distance(many[-3:]), rtol=0, atol=1e-3)
 
 
 # ---- files that are refused ------------------------------------------------------------------------------------------

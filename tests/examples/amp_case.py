@@ -16,7 +16,10 @@ from edenrl.training import run_script
 
 
 class Windowed(PointMass):
-    """PointMass whose first four observations count as two frames of width two; the gate is open, closed, or both."""
+    """PointMass whose first four observations count as two frames of width two.
+
+    The gate is open, closed, open in the first process only, or opens late: after 40 steps.
+    """
 
     control_dt = 1 / 60
     built = 0
@@ -24,7 +27,8 @@ class Windowed(PointMass):
     def __init__(self, num_envs, gate="open", **kwargs):
         super().__init__(num_envs, **kwargs)
         type(self).built += 1
-        self.gate = {"open": 1.0, "closed": 0.0, "first": 1.0 if distributed.rank() == 0 else 0.0}[gate]
+        gates = {"open": 1.0, "closed": 0.0, "late": 0.0, "first": 1.0 if distributed.rank() == 0 else 0.0}
+        self.gate, self.late, self.taken = gates[gate], gate == "late", 0
         whole = self.observation_spec["observation"]
         self.observation_spec["amp_window"], self.observation_spec["amp_gate"] = whole[..., :4], whole[..., :1]
 
@@ -33,6 +37,9 @@ class Windowed(PointMass):
         return out.set("amp_window", whole[..., :4].clone()).set("amp_gate", torch.full_like(whole[..., :1], self.gate))
 
     def _step(self, tensordict):
+        self.taken += 1
+        if self.late and self.taken > 40:
+            self.gate = 1.0
         return self._with_window(super()._step(tensordict))
 
     def _reset(self, tensordict):

@@ -41,6 +41,18 @@ def test_writes_an_animation(run_dir, capsys):
     assert "10 frames" in capsys.readouterr().out
 
 
+def test_shows_a_student_that_carries_a_state(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    small = ["--env.num_envs=2", "--evaluation.num_episodes=1", "--num_threads=1", "--quiet"]
+    short = ["--env.kwargs.episode_seconds=0.4", '--env.kwargs.kinds=["rough"]', "--algorithm.steps_per_env=10"]
+    teacher = [f"--run_dir={tmp_path / 'teacher'}", "--env.name=QuadrupedTerrain", "--total_frames=20", *short, *small]
+    load_script("train_rma").main([*teacher, "--algorithm.dagger_update_freq=1", "--algorithm.epochs=1"])
+    student = [str(tmp_path / "teacher"), f"--run_dir={tmp_path / 'student'}", "--total_frames=20", *small]
+    load_script("distill_rma").main([*student, "--algorithm.steps_per_env=5", "--algorithm.depth_hidden=8"])
+    load_script("play").main([str(tmp_path / "student"), "--lines", "--seconds", "0.2"])
+    assert len(imageio.mimread(tmp_path / "student" / "play.gif")) == 5
+
+
 def test_draws_lines_where_there_is_no_opengl(run_dir, tmp_path, capsys, monkeypatch):
     play = load_script("play")
 

@@ -36,6 +36,15 @@ def test_simba_trains_and_is_evaluated(name, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("script", ["train_amp", "train_him", "train_cmdp", "train_rma"])
+def test_the_name_alone_is_enough(name, script, tmp_path):
+    arguments = [f"--env.name={name}", *SHARED, "--evaluation.num_episodes=2", "--env.kwargs.episode_seconds=0.4"]
+    arguments += ["--algorithm.steps_per_env=8", "--algorithm.epochs=1", "--algorithm.num_minibatches=2"]
+    load_script(script).main([f"--run_dir={tmp_path}/run", "--total_frames=64", *arguments])
+    assert len(read_metrics(tmp_path / "run" / "metrics.csv")) == 2
+
+
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
     ("script", "message"),
     [("train_apg", "cannot be differentiated through"), ("train_grpo", "cannot start several rows in the same state")],

@@ -164,6 +164,13 @@ def test_one_step_of_the_discriminator_in_four(tmp_path, clips):
     assert component(tmp_path / "run", "discriminator_step")["updates"] == 25
 
 
+def test_gates_that_open_late_do_not_hurry_the_discriminator(tmp_path, clips):
+    flags = ["--algorithm.epochs=5", "--algorithm.discriminator_interval=4", "--env.kwargs.gate=late"]
+    train(tmp_path / "run", 10, *flags, motion=clips)
+    # Open from the sixth of ten iterations of ten steps on: 100 // 4 - 50 // 4.
+    assert component(tmp_path / "run", "discriminator_step")["updates"] == 13
+
+
 def test_the_discriminators_rate_follows_the_policys(tmp_path, clips):
     train(tmp_path / "run", 4, "--algorithm.lr_schedule=linear", "--algorithm.final_lr_fraction=0.5", motion=clips)
     groups = component(tmp_path / "run", "discriminator_optimizer")["param_groups"]

@@ -54,8 +54,11 @@ SIGNS = [1.0, -1.0] * 7
 class Stacked(PointMass):
     """PointMass with a "history" of three frames (14 each) and a "critic" of one frame and three more entries."""
 
-    def __init__(self, num_envs: int, *, newest_first: bool = False, declared: bool = True, **kwargs: Any) -> None:
+    def __init__(
+        self, num_envs: int, *, newest_first: bool = False, declared: bool = True, filled: bool = False, **kwargs: Any
+    ) -> None:
         super().__init__(num_envs, **kwargs)
+        self.filled = filled  # at a reset, with the first frame
         whole = self.observation_spec.pop("observation")
         for name, width in (("history", 42), ("critic", 17)):
             self.observation_spec[name] = Unbounded((num_envs, width), device=whole.device)
@@ -68,9 +71,9 @@ class Stacked(PointMass):
             "action": SignedPermutation([0, 1], [1, -1]),
         }
 
-    def _stack(self, out: TensorDict) -> TensorDict:
+    def _stack(self, out: TensorDict, fresh: bool = False) -> TensorDict:
         frame = out.pop("observation")
-        frames = [0.5 * frame, 0.7 * frame, frame]
+        frames = 3 * [frame] if fresh and self.filled else [0.5 * frame, 0.7 * frame, frame]
         out["history"] = torch.cat(frames[::-1] if self.newest_first else frames, -1)
         return out.set("critic", torch.cat([frame, 2 * frame[..., :3]], -1))
 
@@ -78,7 +81,7 @@ class Stacked(PointMass):
         return self._stack(super()._step(tensordict))
 
     def _reset(self, tensordict: TensorDict | None) -> TensorDict:
-        return self._stack(super()._reset(tensordict))
+        return self._stack(super()._reset(tensordict), fresh=True)
 
 
 @pytest.fixture(autouse=True)
@@ -178,6 +181,14 @@ def test_a_wrong_declaration_fails_at_the_first_rollout(tmp_path: Path, capsys: 
         run_script(lambda: train_him.main([*TINY, "--env.name=Stacked", *flags]))
     assert "declared newest_first, but the critic's frame is closest to frame 2 of 3" in capsys.readouterr().err
     assert not (tmp_path / "run" / "checkpoints").exists() or not list((tmp_path / "run" / "checkpoints").iterdir())
+
+
+def test_a_wrong_declaration_fails_when_the_first_rollout_is_too_short_to_show_it(tmp_path: Path, capsys: Any) -> None:
+    flags = ["--env.kwargs.declared=false", "--algorithm.history_layout=newest_first", "--env.kwargs.filled=true"]
+    flags += ["--algorithm.steps_per_env=1", "--total_frames=16", f"--run_dir={tmp_path / 'run'}"]
+    with pytest.raises(SystemExit):
+        run_script(lambda: train_him.main([*TINY, "--env.name=Stacked", *flags]))
+    assert "declared newest_first, but the critic's frame is closest to frame 2 of 3" in capsys.readouterr().err
 
 
 def test_evaluation_and_export_find_the_script_of_the_run(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:

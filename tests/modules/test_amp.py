@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import math
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 from torch import nn
+from torchrl.envs import TransformedEnv, check_env_specs
 
 from edenrl.collectors import Collector
 from edenrl.envs import Quadruped
@@ -188,6 +190,25 @@ def test_a_collector_takes_it_as_postprocessing():
     assert data["next", "style_reward"].shape == (2, 4, 1) and ("next", "style_reward") not in plain.keys(True)
 
 
+def test_an_environment_takes_it_as_a_transform():
+    pytest.importorskip("mujoco")
+    robot = dict(groups=["policy", "amp"], seed=0, num_threads=1, episode_seconds=0.1)
+    reward = AMPReward(Discriminator(12, hidden=(8,)), scale=1.0)
+    act = dict(policy=lambda td: td.set("action", torch.zeros(2, 12)), break_when_any_done=False)
+    plain = Quadruped(2, **robot).rollout(12, **act)
+    env = TransformedEnv(Quadruped(2, **robot), reward.as_transform())
+    data = env.rollout(12, **act)
+    expected = reward(plain.clone())  # in one pass, across the ends of episodes
+    assert data["next", "done"].any()
+    for name in ("reward", "style_reward"):
+        torch.testing.assert_close(data["next", name], expected["next", name], rtol=0, atol=1e-6)
+    assert not torch.equal(data["next", "reward"], plain["next", "reward"])
+    env.set_seed(0)
+    check_env_specs(env)
+    with pytest.raises(ValueError, match=r"keys \('next', name\), got \['window'\]"):
+        AMPReward(Discriminator(12, hidden=(8,)), window_key="window").as_transform()
+
+
 def warnings_of(caplog, watch, accuracies):
     with caplog.at_level(logging.WARNING, "edenrl"):
         result = [watch(accuracy) for accuracy in accuracies]
@@ -198,6 +219,11 @@ def test_a_saturated_discriminator_is_reported_once(caplog):
     result, messages = warnings_of(caplog, SaturationWatch(patience=3), [1.0, 1.0, 0.98, 1.0, 1.0, 1.0, 1.0])
     assert result == [False] * 5 + [True] * 2
     assert len(messages) == 1 and "above 0.99 for 3 iterations" in messages[0]
+
+
+def test_iterations_without_a_step_of_the_discriminator_do_not_hide_saturation(caplog):
+    rare = [1.0, math.nan, math.nan, 1.0, math.nan]  # as with a long discriminator_interval
+    assert warnings_of(caplog, SaturationWatch(patience=2), rare)[0] == [False] * 3 + [True] * 2
 
 
 def test_accuracy_at_the_limit_is_no_saturation(caplog):

@@ -170,8 +170,11 @@ def rollout(noise: float = 0.0) -> tuple[Tensor, Tensor]:
 def test_a_rollout_shows_whether_the_order_is_declared_right() -> None:
     history, critic = rollout()
     right, wrong = (HIMLayout(4, 3, order) for order in ("oldest_first", "newest_first"))
-    right.check(history, critic)
-    right.check(*rollout(noise=0.1))
+    assert right.check(history, critic) and right.check(*rollout(noise=0.1))
+    # Right after a reset all frames are the current one: nothing is shown yet, whatever is declared.
+    frame = critic[..., :4]
+    assert not right.check(frame.repeat(1, 1, 3), critic) and not wrong.check(frame.repeat(1, 1, 3), critic)
+    assert HIMLayout(4, 1, "newest_first").check(frame, critic)
     with pytest.raises(ValueError, match="declared newest_first, .* closest to frame 2 of 3, not to frame 0"):
         wrong.check(history, critic)
     wrong.check(history.unflatten(-1, (3, 4)).flip(-2).flatten(-2), critic)

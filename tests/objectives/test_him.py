@@ -11,6 +11,7 @@ import torch
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 from torchrl.collectors import Collector
 from torchrl.data import Binary, Composite, Unbounded
 from torchrl.envs import EnvBase
@@ -307,6 +308,28 @@ def small(**options: object) -> tuple[ProbabilisticActor, nn.Module, dict[str, S
         "action": SignedPermutation([1, 0], [-1, -1]),
     }
     return actor, critic, mirrors
+
+
+def test_twice_the_data_costs_twice_the_update() -> None:
+    """Counted in products, which no other work on the machine disturbs: doubling, values and five passes of losses."""
+    actor, critic, mirrors = small()
+    loss = HIMLoss(actor, critic, mirrors=mirrors, functional=False)
+    estimator = HIMEstimatorLoss(actor.module[0].module.estimator)
+    gae, double = GAE(gamma=0.9, lmbda=0.9, value_network=critic), MirrorAugmentation(mirrors, actor, critic)
+    rollout, no = batch(actor, critic, 8, 6, frame=4, frames=3), torch.zeros(8, 6, 1, dtype=torch.bool)
+    rollout["next"].update(dict(reward=torch.randn(8, 6, 1), done=no, terminated=no))
+
+    def products(rollout: TensorDict, *change: MirrorAugmentation) -> int:
+        with FlopCounterMode(display=False) as counter:
+            for augment in change:
+                rollout = augment(rollout)
+            data = gae(rollout).reshape(-1)
+            for _ in range(5):
+                terms = [*loss(data).items(), *estimator(data).items()]
+                torch.stack([value for name, value in terms if name.startswith("loss_")]).sum().backward()
+        return counter.get_total_flops()
+
+    assert 1.9 < products(rollout.clone(), double) / products(rollout.clone()) <= 2.2
 
 
 def test_the_estimator_loss_keeps_the_contract() -> None:
