@@ -21,7 +21,7 @@ from evaluate import load_run
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from edenrl.envs import Quadruped, wrap_env
-from edenrl.training import build_env, load_policy_weights, run_script, setup
+from edenrl.training import append_primers, build_env, load_policy_weights, run_script, setup
 
 
 def lines(env):
@@ -110,7 +110,7 @@ def main(argv=None):
         print(f"No OpenGL ({type(error).__name__}: {error}); drawing lines. Try MUJOCO_GL=egl.", file=sys.stderr)
         draw = Drawn(env)
 
-    wrapped, frames = wrap_env(env, action_mode=cfg.env.action_mode), []
+    wrapped, frames = append_primers(wrap_env(env, action_mode=cfg.env.action_mode), policy), []
     td = wrapped.reset()
     with torch.no_grad(), set_exploration_type(ExplorationType.DETERMINISTIC):
         for step in range(round(args.seconds * 50)):

@@ -53,6 +53,19 @@ def test_draws_lines_where_there_is_no_opengl(run_dir, tmp_path, capsys, monkeyp
     assert "RuntimeError: no display" in capsys.readouterr().err
 
 
+def test_shows_a_depth_student(tmp_path):
+    """Whose policy has a state, which the environment must hold."""
+    teacher, student = tmp_path / "teacher", tmp_path / "student"
+    tiny = ["--env.num_envs=1", "--env.kwargs.episode_seconds=0.2", "--evaluation.num_episodes=1", "--num_threads=1"]
+    tiny.append("--quiet")
+    terrain = ["--env.name=QuadrupedTerrain", f"--run_dir={teacher}", "--total_frames=24"]
+    load_script("train_rma").main([*terrain, "--algorithm.epochs=1", *tiny])
+    network = ["--algorithm.depth_hidden=8", "--algorithm.steps_per_env=10"]
+    load_script("distill_rma").main([str(teacher), f"--run_dir={student}", "--total_frames=10", *network, *tiny])
+    load_script("play").main([str(student), "--lines", "--seconds", "0.2"])
+    assert len(imageio.mimread(student / "play.gif")) == 5
+
+
 def test_refuses_another_kind_of_file(run_dir):
     with pytest.raises(ValueError, match=r"\.gif or \.mp4"):
         load_script("play").main([str(run_dir), "--output", "play.png"])
