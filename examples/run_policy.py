@@ -7,10 +7,11 @@ import argparse
 import json
 
 import torch
-from torchrl.envs import InitTracker
+from torchrl.envs import InitTracker, TransformedEnv
 
 from edenrl.envs import action_box, make_env, wrap_env
 from edenrl.export import load_policy
+from edenrl.modules import DepthRefresh
 from edenrl.training import evaluate, format_table, run_script
 
 
@@ -43,6 +44,8 @@ def main(argv=None):
 
     def make(rows):
         env = make_env(name, rows, seed=args.seed, **kwargs)
+        if "depth_new" in policy.groups and hasattr(env, "depth_interval"):  # of a depth student: when to look
+            env = TransformedEnv(env, DepthRefresh(env.depth_interval))
         check_groups(policy, env)
         boxed = action_box(env) is not None
         return wrap_env(env, action_mode="clip" if boxed else "none").append_transform(InitTracker())
