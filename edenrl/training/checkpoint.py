@@ -172,6 +172,8 @@ def load_weights(networks: Mapping[str, nn.Module], run_dir: str | Path, which: 
         FileNotFoundError: for a run without checkpoints, or without the one that was named (listing what there is).
         CheckpointError: for another architecture, naming the first difference.
     """
+    if not Path(run_dir).is_dir():
+        raise FileNotFoundError(f"{run_dir}: no such directory; give the directory of a run.")
     rotation = _Rotation(Path(run_dir) / "checkpoints", keep_last=1)
     if which in ("best", "latest"):
         path = rotation.latest()
