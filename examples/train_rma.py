@@ -2,8 +2,6 @@
 
 python examples/train_rma.py                                  # HiddenPointMass; settings from PRESETS
 python examples/train_rma.py --env.name QuadrupedTerrain
-
-What is evaluated and exported is the deployed policy, without privileged input.
 """
 
 import torch
@@ -40,7 +38,7 @@ class Train(RunConfig):
 
 
 def make_policy(cfg, env):
-    """The deployed policy of a new actor; evaluation rebuilds it from a run's config.json with this."""
+    """The deployed policy of a new actor, without privileged input: what is evaluated and exported."""
     widths, keys = cfg.algorithm.layout(observation_groups(env.observation_spec))
     num_actions = cfg.algorithm.num_actions(env.action_spec_unbatched, cfg.env.action_mode)
     actor = RMAActor(widths, num_actions, **cfg.algorithm.network_options())
@@ -101,6 +99,7 @@ def main(argv=None):
     with run:
         if cfg.resume and cfg.resume_schedule == "restart":
             step.restart_schedule(algo.lr_schedule, algo.lr, run.remaining * updates, **algo.schedule_options())
+            imitation.param_groups[0]["lr"] = algo.lr  # of no schedule, and the checkpoint restored the old one
         rollouts = iter(collector)
         for iteration in run:
             by_history = (iteration + 1) % algo.dagger_update_freq == 0
