@@ -172,8 +172,6 @@ def load_weights(networks: Mapping[str, nn.Module], run_dir: str | Path, which: 
         FileNotFoundError: for a run without checkpoints, or without the one that was named (listing what there is).
         CheckpointError: for another architecture, naming the first difference.
     """
-    if not Path(run_dir).is_dir():
-        raise FileNotFoundError(f"{run_dir}: no such directory; give the directory of a run.")
     rotation = _Rotation(Path(run_dir) / "checkpoints", keep_last=1)
     if which in ("best", "latest"):
         path = rotation.latest()
@@ -189,6 +187,8 @@ def load_weights(networks: Mapping[str, nn.Module], run_dir: str | Path, which: 
                 f"{which} is no checkpoint, neither as a path nor in {rotation.directory}, which holds {there}. Give "
                 "one of these, 'best' or 'latest'."
             )
+    if path is None and not Path(run_dir).is_dir():
+        raise FileNotFoundError(f"{run_dir}: no such directory; give the directory of a run.")
     if path is None:
         raise FileNotFoundError(f"{run_dir} has no checkpoint yet: the run was stopped before its first one.")
     saved = Checkpoint.manifest(path)["metadata"]["layout"]

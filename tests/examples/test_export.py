@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from edenrl.export import PolicySpec, load_policy
-from edenrl.training import load_policy_weights, run_script
+from edenrl.training import run_script
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TINY = [
@@ -109,11 +109,6 @@ def test_the_export_script(run, scripts, tmp_path, capsys):
     (tmp_path / "begun").mkdir()
     (tmp_path / "begun" / "config.json").write_text((run / "config.json").read_text())
     assert "has no checkpoint yet" in fails(capsys, main, tmp_path / "begun")
-
-
-def test_weights_of_a_mistyped_run_are_looked_for_by_that_name(tmp_path):
-    with pytest.raises(FileNotFoundError, match="nowhere: no such directory"):
-        load_policy_weights(torch.nn.Linear(1, 1), tmp_path / "nowhere")
 
 
 def test_playing_equals_evaluating(run, scripts, capsys):
