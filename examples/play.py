@@ -21,8 +21,7 @@ from evaluate import load_run
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from edenrl.envs import Quadruped, wrap_env
-from edenrl.training import build_env, load_policy_weights, run_script, setup
-from edenrl.training.environment import append_primers
+from edenrl.training import append_primers, build_env, load_policy_weights, run_script, setup
 
 
 def lines(env):

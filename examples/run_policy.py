@@ -7,10 +7,11 @@ import argparse
 import json
 
 import torch
-from torchrl.envs import InitTracker
+from torchrl.envs import InitTracker, TransformedEnv
 
 from edenrl.envs import action_box, make_env, wrap_env
 from edenrl.export import load_policy
+from edenrl.modules import DepthRefresh
 from edenrl.training import evaluate, format_table, run_script
 
 
@@ -30,18 +31,22 @@ def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.add_argument("policy", help="folder of an exported policy, such as runs/.../policy")
     parser.add_argument("--env", help="environment's name (default: the one of the spec)")
-    parser.add_argument("--kwargs", type=json.loads, default={}, help="its constructor's arguments, as '{\"key\": 1}'")
+    parser.add_argument("--kwargs", type=json.loads, default={}, help="environment arguments as JSON, over the spec's")
     parser.add_argument("--episodes", type=int, default=20, help="finished episodes (default 20)")
     parser.add_argument("--seed", type=int, default=12345, help="seed of the environments (default 12345)")
     args = parser.parse_args(argv)
 
     policy = load_policy(args.policy)
-    name = args.env or policy.spec["provenance"]["task"]
+    provenance = policy.spec["provenance"]
+    name = args.env or provenance["task"]
     if name is None:
         raise ValueError("The spec names no task; say which environment to play with --env.")
+    kwargs = (provenance.get("task_kwargs", {}) if name == provenance["task"] else {}) | args.kwargs
 
     def make(rows):
-        env = make_env(name, rows, seed=args.seed, **args.kwargs)
+        env = make_env(name, rows, seed=args.seed, **kwargs)
+        if "depth_new" in policy.groups and hasattr(env, "depth_interval"):  # of a depth student: when to look
+            env = TransformedEnv(env, DepthRefresh(env.depth_interval))
         check_groups(policy, env)
         boxed = action_box(env) is not None
         return wrap_env(env, action_mode="clip" if boxed else "none").append_transform(InitTracker())

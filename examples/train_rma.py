@@ -1,8 +1,7 @@
 """Train RMA: a teacher with privileged information, and the history encoder and estimator that replace it.
 
-python examples/train_rma.py [--env.name QuadrupedTerrain]     # default: HiddenPointMass; settings from PRESETS
-
-What is evaluated and exported is the deployed policy, without privileged input.
+python examples/train_rma.py                                  # HiddenPointMass; settings from PRESETS
+python examples/train_rma.py --env.name QuadrupedTerrain
 """
 
 import torch
@@ -40,7 +39,7 @@ class Train(RunConfig):
 
 
 def make_policy(cfg, env):
-    """The deployed policy of a new actor; evaluation rebuilds it from a run's config.json with this."""
+    """The deployed policy of a new actor, without privileged input: what is evaluated and exported."""
     widths, keys = cfg.algorithm.layout(observation_groups(env.observation_spec))
     num_actions = cfg.algorithm.num_actions(env.action_spec_unbatched, cfg.env.action_mode)
     actor = RMAActor(widths, num_actions, **cfg.algorithm.network_options())
@@ -85,14 +84,9 @@ def main(argv=None):
     collector = make_collector(training_env, acting, frames_per_batch=frames, **collector_options(cfg))
 
     components = dict(policy=policy, critic=critic, ramp=ramp, step=step, imitate=imitate, collector=collector)
-    run = Run(
-        cfg,
-        algo.name,
-        components | dict(optimizer=optimizer, estimation=estimation, imitation=imitation),
-        iterations=iterations,
-        frames_per_iteration=frames,
-        evaluate=lambda: evaluate_run(cfg, policy, device),
-    )
+    components |= dict(optimizer=optimizer, estimation=estimation, imitation=imitation)
+    length = dict(iterations=iterations, frames_per_iteration=frames)
+    run = Run(cfg, algo.name, components, **length, evaluate=lambda: evaluate_run(cfg, policy, device))
 
     def minibatches(data):
         for _ in range(algo.epochs):
@@ -101,6 +95,7 @@ def main(argv=None):
     with run:
         if cfg.resume and cfg.resume_schedule == "restart":
             step.restart_schedule(algo.lr_schedule, algo.lr, run.remaining * updates, **algo.schedule_options())
+            imitation.param_groups[0]["lr"] = algo.lr  # of no schedule, and the checkpoint restored the old one
         rollouts = iter(collector)
         for iteration in run:
             by_history = (iteration + 1) % algo.dagger_update_freq == 0

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from pydantic import Field, ValidationError
 
-from edenrl.config import Config, EnvConfig, PPOConfig, RunConfig, load_config, parse_cli, save_config
+from edenrl.config import AMPConfig, Config, EnvConfig, PPOConfig, RunConfig, load_config, parse_cli, save_config
 
 
 class TrainPPO(RunConfig):
@@ -531,6 +531,21 @@ def test_wrong_files_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureF
     assert "env: unknown field 'nam' in EnvConfig; did you mean 'name'?" in error
     assert "seed = -1: Input should be greater than or equal to 0" in error
     assert "Is a directory" in refused(capsys, "--config", str(tmp_path))
+
+
+@pytest.mark.parametrize("flag", ["--resume", "--config"])
+def test_a_run_of_another_script_is_told_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flag: str
+) -> None:
+    class Other(RunConfig):
+        algorithm: AMPConfig = Field(default_factory=AMPConfig)
+
+    path = tmp_path / "config.json"
+    save_config(Other(), path)
+    message = refused(capsys, flag, str(tmp_path if flag == "--resume" else path))
+    expected = f"{tmp_path} is a run of AMP, this script trains PPO; resume it with examples/train_amp.py"
+    assert (expected if flag == "--resume" else "start from it with examples/train_amp.py") in message
+    assert "Valid fields" not in message
 
 
 def test_every_mistake_is_reported_at_once_but_on_one_screen(capsys: pytest.CaptureFixture[str]) -> None:

@@ -250,9 +250,29 @@ def parse_cli(
             refuse_changes(cast("RunConfig", load_config(cls, path)), cfg, str(path))
         return cfg
     except ValidationError as error:
-        parser.error(f"invalid configuration\n{_describe(error)}")
+        parser.error(_another_algorithm(cls, file, typed, error) or f"invalid configuration\n{_describe(error)}")
     except (OSError, ValueError, SettingsError) as error:
         parser.error(str(error))
+
+
+def _another_algorithm(
+    cls: type[Config], file: str | None, typed: Mapping[str, Any], error: ValidationError
+) -> str | None:
+    """The message for a file or a run of another script: its fields would fill the screen with mistakes."""
+    resume = typed.get("resume")
+    source = Path(file if resume is None else f"{resume}/config.json") if resume or file else None
+    saved = read_config(source.expanduser()).get("algorithm") if source is not None else None
+    algorithms = (saved, _defaults(cls).get("algorithm"))
+    name, own = (part.get("name") if isinstance(part, dict) else None for part in algorithms)
+    if source is None or not isinstance(name, str) or own is None or name == own:
+        return None
+    for item in error.errors(include_url=False):
+        if item["loc"] == ("algorithm", "name") and item["type"] == "edenrl":  # the algorithm knows of that one
+            return str(item["msg"])
+    script = f"{'' if name.startswith('distill_') else 'train_'}{name.lower()}.py"
+    if resume is not None:
+        return f"{resume} is a run of {name}, this script trains {own}; resume it with examples/{script}"
+    return f"{file} is a configuration of {name}, this script trains {own}; start from it with examples/{script}"
 
 
 def _help_class(

@@ -56,7 +56,7 @@ class HIMConfig(PPOSettings):
     """Widths of the hidden layers that encode the next critic observation."""
     latent_dim: Count = 32
     """Width of the latent."""
-    num_prototypes: Count = 64
+    num_prototypes: Annotated[Count, Field(ge=2)] = 64  # assignments to a single one say nothing
     """Prototypes that latents are assigned to."""
     target_skip_dim: Annotated[int, Field(ge=0)] = 3
     """Leading entries of the next frame, the command, that its encoder does not see."""

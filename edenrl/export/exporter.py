@@ -8,9 +8,9 @@ import hashlib
 import importlib
 import importlib.metadata
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from tensordict.nn import TensorDictModuleBase
@@ -40,6 +40,7 @@ def export_policy(
     formats: Sequence[str] = ("onnx", "jit"),
     checkpoint: str | Path | None = None,
     task: str | None = None,
+    task_kwargs: Mapping[str, Any] | None = None,
     verify: bool = True,
 ) -> dict[str, Path]:
     """Writes the deterministic policy and its contract into a folder.
@@ -62,6 +63,7 @@ def export_policy(
             ``policy.pt2``). A graph of another format that an earlier export left there is removed.
         checkpoint: where the weights come from, for the record; nothing is loaded.
         task: name of the environment, for the record.
+        task_kwargs: arguments of its constructor, for the record; JSON must hold them.
         verify: compare before writing. Without it nothing is compared and the spec says so.
 
     Returns:
@@ -100,7 +102,7 @@ def export_policy(
         actions=actions_of(env, graph.action_key, contract.actions),
         rate=contract.rate,
         entities=contract.entities,
-        provenance=_provenance(formats, checkpoint, task),
+        provenance=_provenance(formats, checkpoint, task, task_kwargs),
     )
     names = [*(entry.file for entry in FORMATS.values()), _SPEC]
     with staging(out_dir, names) as staged, torch.no_grad(), quiet():
@@ -144,13 +146,19 @@ def _tensors(graph: PolicyGraph, first: str, example: int | Tensor, suffix: str)
     return [TensorInfo(name=first, dtype=kind, shape=["batch", *shape]), *states]
 
 
-def _provenance(formats: Sequence[str], checkpoint: str | Path | None, task: str | None) -> Provenance:
+def _provenance(
+    formats: Sequence[str],
+    checkpoint: str | Path | None,
+    task: str | None,
+    task_kwargs: Mapping[str, Any] | None,
+) -> Provenance:
     packages = ["torch", "torchrl", "tensordict", *(p for name in formats for p in FORMATS[name].packages)]
     versions = {"edenrl": __version__, **{name: _version(name) for name in packages}}
     now = datetime.datetime.now(datetime.timezone.utc)
     return Provenance(
         versions=versions,
         task=task,
+        task_kwargs=dict(task_kwargs or {}),
         checkpoint=None if checkpoint is None else Path(checkpoint).name,
         checkpoint_sha256=None if checkpoint is None else _sha256(Path(checkpoint)),
         git_revision=_git_revision(),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -177,6 +177,8 @@ class Provenance(_Part):
     """Versions of edenrl, torch, torchrl and, for ONNX, of its packages."""
     task: str | None = None
     """Name of the environment."""
+    task_kwargs: dict[str, Any] = {}
+    """Arguments of the environment's constructor, as the policy was trained."""
     checkpoint: str | None = None
     """Name of the checkpoint the weights come from."""
     checkpoint_sha256: str | None = None

@@ -433,6 +433,11 @@ def flash_actor(groups: Mapping[str, int], action_spec: TensorSpec, **network: A
         >>> bool((td["action"] <= 1).all()), td["action"].shape
         (True, torch.Size([4, 12]))
     """
+    if not action_spec.dtype.is_floating_point:
+        raise ValueError(
+            f"FlashSAC needs continuous actions in a box, got {type(action_spec).__name__} of {action_spec.dtype}. "
+            "Choose another environment, or an algorithm for discrete actions such as PPO."
+        )
     return gaussian_actor(groups, action_spec, squash=True, build=FlashActor, **network)
 
 

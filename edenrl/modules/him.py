@@ -88,6 +88,13 @@ class HIMLayout:
             >>> HIMLayout.of(Quadruped(1, groups=("history", "critic"), num_threads=1))
             HIMLayout(frame=45, frames=6, order='oldest_first', velocity=45)
         """
+        if lacking := [group for group in (history, critic) if group not in env.observation_spec.keys()]:
+            raise ValueError(
+                f"HIM reads a stack of frames, {history!r}, and one frame with the linear velocity, {critic!r}, and "
+                f"{lacking} are missing. Groups of this environment: {observation_groups(env.observation_spec)}. "
+                'Publish them (the quadruped: --env.kwargs.groups \'["history", "critic"]\'), or name others in '
+                "actor_groups and critic_groups."
+            )
         widths = observation_groups(env.observation_spec, [history, critic])
         frame = widths[critic] - _VELOCITY
         if frame < 1 or widths[history] % frame:

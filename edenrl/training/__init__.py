@@ -1,7 +1,14 @@
 """What every training script shares: runs, checkpoints, logging, progress and evaluation."""
 
 from edenrl.training.checkpoint import Checkpoints, load_policy_weights, load_weights
-from edenrl.training.environment import build_env, collector_options, evaluate_run, make_critic, make_policy
+from edenrl.training.environment import (
+    append_primers,
+    build_env,
+    collector_options,
+    evaluate_run,
+    make_critic,
+    make_policy,
+)
 from edenrl.training.evaluation import evaluate
 from edenrl.training.exporting import export_run
 from edenrl.training.loggers import MetricsTable, RunLogger, read_metrics
@@ -15,6 +22,7 @@ __all__ = [
     "Progress",
     "Run",
     "RunLogger",
+    "append_primers",
     "average",
     "build_env",
     "check_precision",

@@ -189,6 +189,8 @@ def load_weights(networks: Mapping[str, nn.Module], run_dir: str | Path, which: 
                 "one of these, 'best' or 'latest'."
             )
     if path is None:
+        if not Path(run_dir).is_dir():
+            raise FileNotFoundError(f"{run_dir}: no such directory; give the directory of a run.")
         if not (Path(run_dir) / "config.json").is_file():
             raise FileNotFoundError(f"{run_dir} is not a run directory: it has neither a config.json nor checkpoints.")
         raise FileNotFoundError(f"{run_dir} has no checkpoint yet: the run was stopped before its first one.")

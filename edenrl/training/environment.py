@@ -17,7 +17,7 @@ from edenrl.envs import make_env, wrap_env
 from edenrl.modules import make_actor, observation_groups, value_critic
 from edenrl.training.evaluation import evaluate
 
-__all__ = ["build_env", "collector_options", "evaluate_run", "make_critic", "make_policy"]
+__all__ = ["append_primers", "build_env", "collector_options", "evaluate_run", "make_critic", "make_policy"]
 
 
 def build_env(
@@ -119,7 +119,14 @@ def collector_options(cfg: RunConfig) -> dict[str, Any]:
 
 
 def append_primers(env: TransformedEnv, policy: nn.Module) -> TransformedEnv:
-    """Appends the transforms that a recurrent policy needs (``make_tensordict_primer``), and returns `env`."""
+    """Appends the transforms that a recurrent policy needs (``make_tensordict_primer``), and returns `env`.
+
+    Examples:
+        >>> from edenrl.modules import gaussian_actor
+        >>> env = wrap_env(make_env("PointMass", 2))
+        >>> append_primers(env, gaussian_actor({"observation": 14}, 2)) is env  # it has no state
+        True
+    """
     primers = get_primers_from_module(policy, warn=False)
     return env if primers is None else env.append_transform(primers)
 

@@ -63,6 +63,7 @@ def export_run(
             formats=formats,
             checkpoint=path,
             task=cfg.env.name,
+            task_kwargs=cfg.env.kwargs,
         )
     finally:
         env.close(raise_if_closed=False)

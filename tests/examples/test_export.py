@@ -112,17 +112,18 @@ def test_the_export_script(run, scripts, tmp_path, capsys):
 
 
 def test_playing_equals_evaluating(run, scripts, capsys):
-    """The same episodes in onnxruntime and in the library, from the same seed."""
+    """The same episodes in onnxruntime and in the library, from the same seed, in the environment of the run."""
     capsys.readouterr()
     scripts["evaluate"].main([str(run), "--episodes", "6", "--seed", "5", "--json"])
     expected = json.loads(capsys.readouterr().out)
-    arguments = [str(run / "policy"), "--episodes", "6", "--seed", "5", "--kwargs", '{"max_steps": 20}']
-    scripts["run_policy"].main(arguments)
+    scripts["run_policy"].main([str(run / "policy"), "--episodes", "6", "--seed", "5"])
     out = capsys.readouterr().out
     rows = dict(line.split(maxsplit=1) for line in out.strip().splitlines()[2:] if not line.startswith("latency"))
     assert float(rows["return_mean"]) == pytest.approx(expected["return_mean"], rel=1e-3)
     assert float(rows["length_mean"]) == expected["length_mean"] == 20
     assert "p50" in out and "p99" in out
+    scripts["run_policy"].main([str(run / "policy"), "--episodes", "2", "--kwargs", '{"max_steps": 10}'])
+    assert "length_max        10\n" in capsys.readouterr().out
 
 
 def test_playing_on_another_environment_is_refused(run, scripts, tmp_path, capsys):

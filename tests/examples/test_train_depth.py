@@ -169,9 +169,13 @@ def test_groups_of_the_teacher_get_the_camera(tmp_path, teacher_run):
 def test_evaluate_and_export_read_the_run(student_run, capsys):
     capsys.readouterr()
     evaluate.main([str(student_run), "--json", "--episodes", "6"])
-    assert json.loads(capsys.readouterr().out)["episodes"] == 6
-    load("export_policy").main([str(student_run), "--formats", "jit"])
+    result = json.loads(capsys.readouterr().out)
+    assert result["episodes"] == 6
+    load("export_policy").main([str(student_run), "--formats", "onnx", "jit"])
     assert "policy.pt" in capsys.readouterr().out
+    load("run_policy").main([str(student_run / "policy"), "--episodes", "6"])  # looks when an image is new
+    shown = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if line.startswith("return"))
+    assert float(shown["return_mean"]) == pytest.approx(result["return_mean"], rel=2e-3)
 
 
 def test_the_exported_student_acts_as_the_student_over_a_sequence(student_run, tmp_path):

@@ -157,7 +157,7 @@ def test_iterations_count_as_given(tmp_path):
     ("flags", "expected"),
     [
         (["--env.action_mode=clip"], "set env.action_mode to 'squash'"),
-        (["--env.name=CartPole-v1", "--total_frames=100"], "discrete action space"),
+        (["--env.name=CartPole-v1", "--total_frames=100"], "or an algorithm for discrete actions such as PPO"),
         (["--algorithm.buffer_size=30"], "min_buffer 40 is more than buffer_size 30"),
         (["--algorithm.actor_groups=scam"], "Observation group 'scam' does not exist"),
         (["--profile=gpu"], "profile = 'gpu'"),

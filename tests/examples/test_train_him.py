@@ -162,6 +162,8 @@ def test_what_is_logged_are_means_over_mini_batches_and_fresh_rollouts(tmp_path:
         (["--algorithm.actor_groups=critic", "--algorithm.critic_groups=history"], "'critic' has 17 entries"),
         (["--algorithm.critic_groups=critics"], "Groups of this environment: {'history': 42, 'critic': 17}"),
         (["--env.name=PointMass"], "Groups of this environment: {'observation': 14}"),
+        (["--env.name=PointMass"], "['history', 'critic'] are missing"),
+        (["--algorithm.num_prototypes=1"], "algorithm.num_prototypes = '1'"),
         (["--algorithm.target_skip_dim=14"], "target_skip_dim=14 was given"),
         (["--algorithm.num_prototype=3"], "closest: --algorithm.num_prototypes"),
     ],

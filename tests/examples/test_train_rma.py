@@ -143,6 +143,17 @@ def test_resumed_at_every_phase_is_the_uninterrupted_run(whole, tmp_path, kept):
         assert torch.equal(value, resumed.state_dict()[name]), name
 
 
+def test_a_restarted_schedule_leads_the_history_encoder_too(tmp_path):
+    train(tmp_path / "run", 2)
+    still = ["--resume_schedule=restart", "--algorithm.lr_schedule=constant", "--algorithm.lr=1e-12"]
+    train(tmp_path / "run", 3, *still, resume=True)  # the third iteration is the history encoder's
+    assert rows(tmp_path / "run")[-1]["loss_dagger"] > 0
+    (_, before), (_, after) = (policy_of(tmp_path / "run", f"checkpoint-{n:012d}") for n in (2, 3))
+    for name, value in before.state_dict().items():
+        if "history" in name:
+            torch.testing.assert_close(after.state_dict()[name], value, rtol=0, atol=1e-8)
+
+
 def test_the_history_encoder_learns_only_in_its_iterations(whole):
     states = [policy_of(whole, f"checkpoint-{i:012d}")[1].state_dict() for i in range(1, 9)]
     for i, (before, after) in enumerate(zip(states[:-1], states[1:], strict=True), start=1):
@@ -219,7 +230,8 @@ def test_the_robot_trains_and_exports(tmp_path, monkeypatch):
         (["--algorithm.actor_groups=prop,prop_history"], "names 2 groups ['prop', 'prop_history']; expected those of"),
         (["--algorithm.critic_groups=crtic"], "'crtic' does not exist. Groups of this environment"),
         (["--env.name=Flat", "--algorithm.actor_groups=policy"], "753 wide, laid out as prop 53 | scan 132 | priv"),
-        (["--algorithm.actor_groups=prop,priv_explicit,priv_latent,prop"], "A history of 1 frames was given"),
+        (["--algorithm.actor_groups=prop,priv_explicit,priv_latent,critic"], "A history of "),
+        (["--algorithm.actor_groups=prop,prop,priv_latent,prop_history"], "names ['prop'] more than once"),
         (["--env.action_mode=squash"], "unsquashed Gaussian; got env.action_mode 'squash'"),
         (["--algorithm.symmetry=augment"], "Symmetry needs a mirror for ['prop'"),
         (["--env.name=HalfMirrored", "--algorithm.symmetry=augment"], "Symmetry needs a mirror for ['prop_history']"),

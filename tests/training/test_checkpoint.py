@@ -132,9 +132,11 @@ def test_policy_alone_is_loaded_from_a_run(tmp_path):
     assert equal(parts["policy"].state_dict(), fresh.state_dict())
     with pytest.raises(CheckpointError, match="does not fit this policy"):
         load_policy_weights(gaussian_actor({"o": 3}, 2, hidden=(9,)), tmp_path)
-    with pytest.raises(FileNotFoundError, match="elsewhere is not a run directory"):
+    with pytest.raises(FileNotFoundError, match="elsewhere: no such directory"):
         load_policy_weights(fresh, tmp_path / "elsewhere")
     (tmp_path / "begun").mkdir()
+    with pytest.raises(FileNotFoundError, match="begun is not a run directory"):
+        load_policy_weights(fresh, tmp_path / "begun")
     (tmp_path / "begun" / "config.json").write_text("{}")
     with pytest.raises(FileNotFoundError, match="begun has no checkpoint yet"):
         load_policy_weights(fresh, tmp_path / "begun")
