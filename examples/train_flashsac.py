@@ -23,9 +23,7 @@ from edenrl.training import speedups as usable_speedups
 # Lengths and sizes by environment (docs/pages/results.md); each can be overridden on the command line.
 PRESETS = {
     # A shorter horizon lets half of the seeds dive forward and then run on their backs.
-    "HalfCheetah-v5": dict(
-        total_frames=300_000, env=dict(num_envs=16), algorithm=dict(gamma=0.995, updates_per_step=4)
-    ),
+    "HalfCheetah-v5": dict(total_frames=300_000, algorithm=dict(gamma=0.995, updates_per_step=4)),
     "Pendulum-v1": dict(total_frames=12_000, env=dict(num_envs=4), algorithm=dict(steps_per_env=50)),
     "InvertedPendulum-v5": dict(total_frames=12_000, env=dict(num_envs=4), algorithm=dict(steps_per_env=50)),
     "PointMass": dict(total_frames=100_000, env=dict(num_envs=16, kwargs=dict(success_bonus=50.0))),

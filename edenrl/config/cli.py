@@ -260,7 +260,8 @@ def _another_algorithm(
 ) -> str | None:
     """The message for a file or a run of another script: its fields would fill the screen with mistakes."""
     resume = typed.get("resume")
-    source = Path(file if resume is None else f"{resume}/config.json") if resume or file else None
+    given = file if resume is None else f"{resume}/config.json"
+    source = Path(given) if given else None
     saved = read_config(source.expanduser()).get("algorithm") if source is not None else None
     algorithms = (saved, _defaults(cls).get("algorithm"))
     name, own = (part.get("name") if isinstance(part, dict) else None for part in algorithms)

@@ -177,7 +177,8 @@ class RMAConfig(PPOSettings):
                 f"actor_groups names {len(self.actor_groups)} groups {list(self.actor_groups)}; expected those of "
                 f"{', '.join(_NAMES)}, in this order (scan may be left out), or the one that holds all of them"
             )
-        if repeated := sorted({name for name in self.actor_groups or () if self.actor_groups.count(name) > 1}):
+        names = self.actor_groups or ()
+        if repeated := sorted({name for name in names if names.count(name) > 1}):
             raise refuse(f"actor_groups names {repeated} more than once; each part is a group of its own")
         if unknown := set(self.widths) - set(_NAMES):
             raise refuse(f"widths names {sorted(unknown)}; expected {', '.join(_NAMES)}")
