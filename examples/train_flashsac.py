@@ -44,6 +44,7 @@ def make_policy(cfg: Train, env):
 def main(argv=None):
     cfg = parse_cli(Train, argv, presets=PRESETS, profiles=FLASHSAC_PROFILES)
     algo, device, num_envs = cfg.algorithm, setup(cfg), cfg.env.num_envs
+    cfg.check_sizes(device.type)
     precision, compiled = usable_speedups(algo.precision, algo.compile, device)
 
     env = build_env(cfg, device)
@@ -70,7 +71,6 @@ def main(argv=None):
     iterations = cfg.max_iterations or num_iterations(cfg.total_frames, frames)
     warmup = algo.warmup_frames(iterations * frames)
     updates = max(iterations * algo.steps_per_env - warmup // num_envs, 1) * algo.updates_per_step
-
     every, steps = dict(policy=algo.actor_delay, temperature=algo.actor_delay, critic=1), {}
     options = dict(max_grad_norm=algo.max_grad_norm, on_nonfinite=algo.on_nonfinite, amp_dtype=precision)
     for part, parameters in loss.parameter_groups().items():
@@ -86,9 +86,9 @@ def main(argv=None):
     acting = exploring_policy(policy, noise)
     collector = make_collector(training_env, acting, frames_per_batch=num_envs, **collector_options(cfg))
 
-    stepping = {f"{part}_step": step for part, step in steps.items()}
-    stepping |= {f"{part}_optimizer": step.optimizers["optimizer"] for part, step in steps.items()}
-    state = dict(policy=policy, loss=loss, replay=replay, collector=collector, **stepping)
+    state = dict(policy=policy, loss=loss, replay=replay, collector=collector)
+    for part, step in steps.items():
+        state |= {f"{part}_step": step, f"{part}_optimizer": step.optimizers["optimizer"]}
     length = dict(iterations=iterations, frames_per_iteration=frames)
     run = Run(cfg, algo.name, state, **length, evaluate=lambda: evaluate_run(cfg, policy, device))
     with run:

@@ -168,6 +168,14 @@ class FlashSACRunConfig(RunConfig):
             )
         return self
 
+    def check_sizes(self, device_type: str) -> None:
+        """Says so where the published sizes meet a processor, on which an update of them takes about a second."""
+        if device_type == "cpu" and self.algorithm.batch_size >= 2048:
+            _log.warning(
+                "An update of batch_size %d takes about a second on a CPU: add --profile cpu, or train on a GPU.",
+                self.algorithm.batch_size,
+            )
+
 
 FLASHSAC_PROFILES: dict[str, dict[str, Any]] = {
     "full": {},

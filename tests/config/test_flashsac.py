@@ -33,3 +33,12 @@ def test_warmup_shrinks_with_the_run(caplog):
 def test_settings_out_of_range(values, message):
     with pytest.raises(ValueError, match=message):
         FlashSACConfig(**values)
+
+
+def test_published_sizes_on_a_cpu_are_pointed_out(caplog):
+    small = FlashSACRunConfig(total_frames=1, algorithm=dict(batch_size=128))
+    for cfg, device in ((small, "cpu"), (FlashSACRunConfig(total_frames=1), "cuda")):
+        cfg.check_sizes(device)
+    assert not caplog.records
+    FlashSACRunConfig(total_frames=1).check_sizes("cpu")
+    assert "batch_size 2048" in caplog.text and "--profile cpu" in caplog.text
