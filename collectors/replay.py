@@ -135,7 +135,7 @@ class NStepReplayBuffer(TensorDictReplayBuffer):
                 "the number of environments, or use one buffer for each collector."
             )
         with self._replay_lock:  # with prefetch, samples are drawn in another thread
-            elsewhere = tensordicts.get(_REWARD).device.type != self.device.type
+            elsewhere = any(value.device.type != self.device.type for value in tensordicts.values(True, True))
             return self._extend_rows(tensordicts.to(self.device) if elsewhere else tensordicts)
 
     def _extend_rows(self, tensordicts: TensorDictBase) -> Tensor:

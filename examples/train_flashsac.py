@@ -53,7 +53,6 @@ def main(argv=None):
     groups = observation_groups(env.observation_spec, algo.critic_groups)
     critic = flash_critic(groups, len(low), **algo.network_options("critic")).to(device)
     loss = FlashSACLoss(policy, critic, **algo.loss_options()).to(device)
-
     # The buffer holds actions in the environment's units, the networks see them in [-1, 1].
     transforms = [ActionScaling(loc=(low + high) / 2, scale=(high - low) / 2, in_keys_inv=[])]
     if algo.normalize_rewards:
@@ -97,6 +96,7 @@ def main(argv=None):
             for part, step in steps.items():
                 step.restart_schedule(algo.lr_schedule, algo.lr, left // every[part], **algo.schedule_options())
         noise.uniform.fill_(steps["critic"].updates == 0)
+        warmup *= not (steps["critic"].updates and len(replay))  # a longer run does not warm up again
         collected = iter(collector)
         for _ in run:
             rollouts, actor_metrics, critic_metrics = [], [], []

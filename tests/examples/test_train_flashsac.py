@@ -133,6 +133,13 @@ def test_without_its_buffer_a_resumed_run_fills_a_new_one(tmp_path):
     assert not list((tmp_path / "run").glob("error*"))
 
 
+def test_a_run_that_is_made_longer_goes_on_at_once(tmp_path):
+    """Thirty times as long, its uniform phase would be thirty times as long as well."""
+    train(tmp_path / "run", 2, "--algorithm.min_buffer=400", "--algorithm.buffer_size=1000")
+    train(tmp_path / "run", 60, resume=True)
+    assert all(row.get("alpha") for row in rows(tmp_path / "run")[1:])
+
+
 def test_length_is_given_once(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(train_flashsac, "build_env", lambda *a: pytest.fail("an environment was built"))
