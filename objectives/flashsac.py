@@ -307,13 +307,13 @@ class FlashSACLoss(LossModule):
             next_action, next_log_prob = squashed_sample(loc, scale, self._noise(loc))
             action = self._rows(tensordict, [names.action])[0]
             inputs = [*self._both_ends(tensordict, self._critic_groups), torch.cat([action, next_action])]
-            later = self._target.logits(*inputs, batch_stats=self.training)[size:].log_softmax(-1)
+            later = self._target.logits(*inputs, batch_stats=self.training, rows=slice(size, None)).log_softmax(-1)
             smaller = self._target.value(later).argmin(-1).view(-1, 1, 1).expand(-1, 1, later.shape[-1])
             probs = later.gather(1, smaller).squeeze(1).exp()
             returns = self._critic.atoms - self.alpha * next_log_prob.unsqueeze(-1)
             targets = torch.where(terminated.bool(), reward, reward + gamma * returns)
             target = project_distribution(probs, targets, self._critic.atoms)
-        log_probs = self._critic.logits(*inputs, batch_stats=self.training)[:size].log_softmax(-1)
+        log_probs = self._critic.logits(*inputs, batch_stats=self.training, rows=slice(size)).log_softmax(-1)
         loss = -(target.unsqueeze(1) * log_probs).sum(-1).mean(-1)
         return TensorDict(
             {

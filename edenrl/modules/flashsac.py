@@ -199,11 +199,11 @@ class _Trunk(nn.Module):
         self.blocks = nn.ModuleList(_Block(dim, members, expansion) for _ in range(num_blocks))
         self.post = UnitRMSNorm(dim, members)
 
-    def forward(self, x: Tensor, batch_stats: bool, member: int | None = None) -> Tensor:
+    def forward(self, x: Tensor, batch_stats: bool, member: int | None = None, rows: slice = slice(None)) -> Tensor:
         x = self.weight(self.bn(x, batch_stats, member), member)
         for block in self.blocks:
             x = block(x, batch_stats, member)
-        return self.post(x, member)
+        return self.post(x[rows] if self.weight.members is None or member is not None else x[..., rows], member)
 
 
 class FlashActor(nn.Module):
@@ -316,24 +316,30 @@ class FlashCritic(nn.Module):
         Returns:
             Values ``(*batch, members)`` and log-probabilities of the bins ``(*batch, members, bins)``.
         """
-        log_prob = self.logits(*inputs, batch_stats=batch_stats).log_softmax(-1)
+        batch = inputs[0].shape[:-1]
+        flat = [value.reshape(-1, value.shape[-1]) for value in inputs]
+        log_prob = self.logits(*flat, batch_stats=batch_stats).log_softmax(-1).view(*batch, *self.head_bias.shape)
         return self.value(log_prob), log_prob
 
     def value(self, log_prob: Tensor) -> Tensor:
         """The mean return ``(*batch, members)`` of log-probabilities ``(*batch, members, bins)``."""
         return (log_prob.exp() * self.atoms).sum(-1)
 
-    def logits(self, *inputs: Tensor, batch_stats: bool = False) -> Tensor:
-        """Unnormalized log-probabilities ``(*batch, members, bins)``; arguments as for ``forward``."""
-        x = torch.cat(inputs, -1)
-        rows, members = x.reshape(-1, x.shape[-1]), range(self.num_members)
-        if _side_by_side(rows):
-            hidden = self.trunk(rows.t().expand(self.num_members, -1, -1), batch_stats)
-            out = self.head(hidden).permute(2, 0, 1)
+    def logits(self, *inputs: Tensor, batch_stats: bool = False, rows: slice = slice(None)) -> Tensor:
+        """Unnormalized log-probabilities ``(batch, members, bins)`` of inputs ``(batch, width)``.
+
+        Args:
+            inputs: as for ``forward``.
+            batch_stats: as for ``forward``.
+            rows: those that are wanted; the statistics are of all.
+        """
+        x, members = torch.cat(inputs, -1), range(self.num_members)
+        if _side_by_side(x):
+            out = self.head(self.trunk(x.t().expand(self.num_members, -1, -1), batch_stats, rows=rows)).permute(2, 0, 1)
         else:
-            out = torch.stack([self.head(self.trunk(rows, batch_stats, member), member) for member in members], 1)
+            out = torch.stack([self.head(self.trunk(x, batch_stats, member, rows), member) for member in members], 1)
         # In the parameters' precision also under autocast: what follows is distribution maths.
-        return (out.to(self.head_bias.dtype) + self.head_bias).view(*x.shape[:-1], *self.head_bias.shape)
+        return out.to(self.head_bias.dtype) + self.head_bias
 
 
 def _side_by_side(x: Tensor) -> bool:

@@ -138,6 +138,15 @@ def test_members_are_independent_and_equal_single_networks(side_by_side, monkeyp
         assert_close(both_after.trunk.bn.running_mean[member], one.trunk.bn.running_mean[0])
 
 
+@pytest.mark.parametrize("side_by_side", [False, True])
+def test_rows_are_left_out_behind_the_batch_statistics(side_by_side, monkeypatch):
+    monkeypatch.setattr(sys.modules[FlashCritic.__module__], "_side_by_side", lambda _: side_by_side)
+    critic, x = FlashCritic(5, hidden_dim=8, num_bins=7), torch.randn(6, 5)
+    whole = copy.deepcopy(critic).logits(x, batch_stats=True)
+    for rows in (slice(2), slice(2, None)):
+        assert_close(copy.deepcopy(critic).logits(x, batch_stats=True, rows=rows), whole[rows])
+
+
 @pytest.mark.parametrize("batch", [(), (6,), (2, 3)])
 def test_any_batch_shape(batch):
     actor, critic = FlashActor({"a": 5}, 2, hidden_dim=8), FlashCritic(7, hidden_dim=8)
