@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from edenrl.config.base import Count, Name, NonNegative, refuse
 from edenrl.config.ppo import PPOConfig
@@ -20,6 +20,12 @@ def _not_plain(name: Any) -> Any:
     return name
 
 
+def _no_windows(groups: tuple[str, ...]) -> tuple[str, ...]:
+    if "amp_window" in groups:
+        raise refuse("amp_window is the discriminator's alone; a policy that reads it would need it on the robot")
+    return groups
+
+
 NamedGroups = Annotated[tuple[Name, ...], Field(min_length=1)]
 
 
@@ -29,7 +35,7 @@ class AMPConfig(PPOConfig):
     name: Annotated[Literal["AMP"], BeforeValidator(_not_plain)] = "AMP"  # type: ignore[assignment]
     """The algorithm; names the trainer script that rebuilds a run from its config.json."""
     # Named, not "every group": the windows are the discriminator's, and no policy should need them on a robot.
-    actor_groups: NamedGroups = ("observation",)
+    actor_groups: Annotated[NamedGroups, AfterValidator(_no_windows)] = ("observation",)
     """Observation groups the actor reads, in this order."""
     critic_groups: NamedGroups = ("observation",)
     """Observation groups the critic reads, in this order."""

@@ -26,6 +26,7 @@ def test_defaults_are_those_of_the_specification() -> None:
         (dict(name="PPO"), "--algorithm.warm_start RUN_DIR"),
         (dict(name="GRPO"), "name"),
         (dict(actor_groups=None), "actor_groups"),
+        (dict(actor_groups=("observation", "amp_window")), "discriminator's alone"),
         (dict(num_frames=1), "num_frames"),
         (dict(discriminator_hidden=()), "discriminator_hidden"),
         (dict(style_scale=-0.1), "style_scale"),
