@@ -135,11 +135,10 @@ class NStepReplayBuffer(TensorDictReplayBuffer):
                 "the number of environments, or use one buffer for each collector."
             )
         with self._replay_lock:  # with prefetch, samples are drawn in another thread
-            elsewhere = any(value.device.type != self.device.type for value in tensordicts.values(True, True))
-            return self._extend_rows(tensordicts.to(self.device) if elsewhere else tensordicts)
+            return self._extend_rows(tensordicts)
 
     def _extend_rows(self, tensordicts: TensorDictBase) -> Tensor:
-        data = self._stored_part(tensordicts)
+        data = self._stored_part(tensordicts).to(self.device)
         after = data["next"].select(*self.observations)  # the observation after each step, in full precision
         self._mark_breaks(data, after)
         stored = data.exclude(*[("next", key) for key in self.observations]).transpose(0, 1).contiguous()

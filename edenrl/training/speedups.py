@@ -93,8 +93,10 @@ def _differences(reduced: Any, exact: Any) -> list[tuple[str, float, float]]:
             found.append((name, float(reduced[0][name]), float(value)))
     for name, gradient in exact[1].items():
         other = reduced[1][name]
-        if not abs(other.norm() / gradient.norm() - 1) <= 0.1:
-            found.append((f"gradient norm of {name}", float(other.norm()), float(gradient.norm())))
-        elif not torch.cosine_similarity(other, gradient, dim=0) >= 0.9:
-            found.append((f"cosine of the gradients of {name}", float((other @ gradient) / (other @ other)), 1.0))
+        norm, length = gradient.norm(), other.norm()
+        # As products, not quotients: a gradient of zero in both is the same.
+        if not (length - norm).abs() <= 0.1 * norm:
+            found.append((f"gradient norm of {name}", float(length), float(norm)))
+        elif not other @ gradient >= 0.9 * length * norm:
+            found.append((f"cosine of the gradients of {name}", float(other @ gradient / (length * norm)), 1.0))
     return found

@@ -6,9 +6,7 @@ Times are of the processor, not of the wall: other work on the machine does not 
 
 from __future__ import annotations
 
-import os
-import statistics
-import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -22,7 +20,7 @@ NUM_ENVS, STEPS, ROWS, REPEATS = 1024, 24, 50, 7
 
 
 @pytest.mark.parametrize("hidden", [(64, 64), (256, 256)])
-def test_a_rollout_in_one_pass(hidden: tuple[int, ...]) -> None:
+def test_a_rollout_in_one_pass(hidden: tuple[int, ...], in_turn: Callable[..., dict[str, float]]) -> None:
     reward = AMPReward(Discriminator(12, 5, hidden))
     step = {"amp_window": torch.randn(NUM_ENVS, STEPS, 60), "amp_gate": torch.ones(NUM_ENVS, STEPS, 1)}
     step["reward"] = torch.zeros(NUM_ENVS, STEPS, 1)
@@ -34,17 +32,9 @@ def test_a_rollout_in_one_pass(hidden: tuple[int, ...]) -> None:
         "row by row": lambda: [reward(part) for part in rows[:ROWS]],
     }
     scored = {"whole rollout": NUM_ENVS * STEPS, "step by step": NUM_ENVS * STEPS, "row by row": ROWS}
-    times: dict[str, list[float]] = {name: [] for name in cases}
-    for repeat in range(REPEATS + 1):
-        for name, run in cases.items():
-            begin = time.process_time()
-            run()
-            if repeat:  # the first round warms up
-                times[name].append((time.process_time() - begin) / scored[name])
-    load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
-    print(f"\nhidden {hidden}, {NUM_ENVS} x {STEPS} (load {load}, {torch.get_num_threads()} threads)")
-    first = statistics.median(times["whole rollout"])
-    for name, values in times.items():
-        each = statistics.median(values)
-        print(f"  {name:16s} {1e6 * each:8.3f} us a window  {each / first:7.1f} times the whole rollout")
+    medians = in_turn(f"hidden {hidden}, {NUM_ENVS} x {STEPS}", cases, REPEATS)
+    each = {name: value / scored[name] for name, value in medians.items()}
+    first = each["whole rollout"]
+    for name, value in each.items():
+        print(f"  {name:16s} {1e6 * value:8.3f} us a window  {value / first:7.1f} times the whole rollout")
     assert first > 0

@@ -8,9 +8,6 @@ processor, not of the wall: other work on the machine does not count.
 from __future__ import annotations
 
 import math
-import os
-import statistics
-import time
 from collections.abc import Callable
 
 import pytest
@@ -209,25 +206,14 @@ def make_batch(size: int) -> TensorDict:
     return TensorDict(data | {"steps_to_next_obs": torch.full((size, 1), 3)}, batch_size=[size])
 
 
-def compare(title: str, cases: dict[str, Callable[[], object]], repeats: int = REPEATS) -> dict[str, float]:
-    times: dict[str, list[float]] = {name: [] for name in cases}
-    for repeat in range(repeats + 1):
-        for name, run in cases.items():
-            begin = time.process_time()
-            run()
-            if repeat:  # the first round warms up
-                times[name].append(time.process_time() - begin)
-    medians = {name: statistics.median(values) for name, values in times.items()}
-    load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
-    print(f"\n{title} (load {load}, {torch.get_num_threads()} threads)")
+def show(medians: dict[str, float]) -> None:
     first = next(iter(medians.values()))
     for name, value in medians.items():
         print(f"  {name:32s} {1e3 * value:9.2f} ms  {value / first:6.2f} times ours")
-    return medians
 
 
 @pytest.mark.parametrize(("size", "dims", "blocks"), [(2048, (128, 256), 2), (128, (64, 64), 1)], ids=["full", "cpu"])
-def test_an_update(size: int, dims: tuple[int, int], blocks: int) -> None:
+def test_an_update(size: int, dims: tuple[int, int], blocks: int, in_turn: Callable[..., dict[str, float]]) -> None:
     loss, batch = make(dims, blocks), make_batch(size)
     plain = PlainFlashSAC(loss, dims, blocks)
     torch.manual_seed(1)
@@ -239,11 +225,11 @@ def test_an_update(size: int, dims: tuple[int, int], blocks: int) -> None:
     def two(update: Callable[[TensorDict], None]) -> Callable[[], None]:
         return lambda: [update(batch) for _ in range(2)][0]  # one with the actor, one without
 
-    compare(f"2 updates, batch {size}", {"ours": two(update.update), "plain modules": two(plain.update)})
+    show(in_turn(f"2 updates, batch {size}", {"ours": two(update.update), "plain modules": two(plain.update)}, REPEATS))
 
 
 @pytest.mark.parametrize("width", [48, 180])
-def test_samples_and_memory(width: int) -> None:
+def test_samples_and_memory(width: int, in_turn: Callable[..., dict[str, float]]) -> None:
     envs, steps = 100, 10_000
     buffer = NStepReplayBuffer(envs * steps, n_steps=3, batch_size=2048)
     plain = TensorDictReplayBuffer(storage=LazyTensorStorage(envs * steps), batch_size=2048)
@@ -264,5 +250,6 @@ def test_samples_and_memory(width: int) -> None:
     ours = buffer.storage._storage.bytes() + sum(value.numel() * 4 for value in buffer._ends.values.values())
     theirs = plain.storage._storage.bytes()
     print(f"\n{width} features: {ours / envs / steps:.0f} bytes a transition, {theirs / envs / steps:.0f} with both")
-    times = compare("a sample of 2048 of 1 M, n = 3", {"ours": buffer.sample, "TorchRL's": plain.sample}, 25)
+    times = in_turn("a sample of 2048 of 1 M, n = 3", {"ours": buffer.sample, "TorchRL's": plain.sample}, 25)
+    show(times)
     assert ours < theirs and times["ours"] > 0

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import statistics
 import time
 from collections.abc import Callable
 
@@ -17,6 +15,7 @@ pytest.importorskip("mujoco", minversion="4.0")
 pytestmark = pytest.mark.benchmark
 
 STEPS, REPEATS = 50, 5
+InTurn = Callable[..., dict[str, float]]
 DEFAULT = ("policy", "critic")
 
 
@@ -53,35 +52,24 @@ def bare(env: Quadruped) -> Callable[[], None]:
     return run
 
 
-def rates(cases: dict[str, Callable[[], None]], num_envs: int) -> dict[str, float]:
-    """Median control steps per second of each case, all cases in turn."""
-    times: dict[str, list[float]] = {name: [] for name in cases}
-    for repeat in range(REPEATS + 1):
-        for name, run in cases.items():
-            begin = time.perf_counter()
-            run()
-            if repeat:  # the first round warms up
-                times[name].append(time.perf_counter() - begin)
-    return {name: STEPS * num_envs / statistics.median(values) for name, values in times.items()}
-
-
-def show(title: str, table: dict[str, float]) -> None:
+def show(in_turn: InTurn, cases: dict[str, Callable[[], None]], num_envs: int) -> dict[str, float]:
+    """Prints and returns control steps per second of each case, by the wall: the physics has threads of its own."""
+    medians = in_turn(f"{num_envs} environments", cases, REPEATS, time.perf_counter)
+    table = {name: STEPS * num_envs / seconds for name, seconds in medians.items()}
     first = next(iter(table.values()))
-    load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
-    print(f"\n{title} (load {load})")
     for name, rate in table.items():
         print(f"  {name:28s} {rate:9.0f} control steps/s  {rate / first:5.2f}  {1e6 / rate:8.1f} us each")
+    return table
 
 
 @pytest.mark.parametrize("num_envs", [64, 256])
-def test_share_of_the_simulation(num_envs: int) -> None:
+def test_share_of_the_simulation(num_envs: int, in_turn: InTurn) -> None:
     env = Quadruped(num_envs, seed=0)
-    table = rates({"mujoco.batch.Batch": bare(env), "Quadruped": stepping(env)}, num_envs)
-    show(f"{num_envs} environments", table)
+    table = show(in_turn, {"mujoco.batch.Batch": bare(env), "Quadruped": stepping(env)}, num_envs)
     assert table["Quadruped"] > 0
 
 
-def test_cost_of_each_group() -> None:
+def test_cost_of_each_group(in_turn: InTurn) -> None:
     num_envs = 64
     cases = {"policy, critic": stepping(Quadruped(num_envs, seed=0))}
     for group in GROUPS:
@@ -89,8 +77,8 @@ def test_cost_of_each_group() -> None:
             cases[f"+ {group}"] = stepping(Quadruped(num_envs, seed=0, groups=[*DEFAULT, group]))
     cases["terrain"] = stepping(QuadrupedTerrain(num_envs, seed=0, difficulty=0.5))
     cases["terrain + scan"] = stepping(QuadrupedTerrain(num_envs, seed=0, difficulty=0.5, groups=[*DEFAULT, "scan"]))
-    show(f"{num_envs} environments", rates(cases, num_envs))
+    show(in_turn, cases, num_envs)
     cases = {"16: policy, critic": stepping(QuadrupedTerrain(16, seed=0, difficulty=0.5))}
     cases["16: + depth"] = stepping(QuadrupedTerrain(16, seed=0, difficulty=0.5, groups=[*DEFAULT, "depth"]))
     cases["16, flat: + depth"] = stepping(Quadruped(16, seed=0, groups=[*DEFAULT, "depth"]))
-    show("16 environments", rates(cases, 16))
+    show(in_turn, cases, 16)

@@ -17,6 +17,7 @@ from edenrl.modules import (
     UnitBatchNorm,
     UnitLinear,
     UnitRMSNorm,
+    average_batch_statistics,
     flash_actor,
     flash_critic,
     project_unit_norms_,
@@ -167,6 +168,22 @@ def test_reduced_precision_leaves_the_outputs_in_single():
     for reduced, single in zip(outputs, exact, strict=True):
         assert reduced.dtype == torch.float32 and not torch.equal(reduced, single)
         assert_close(reduced, single, rtol=0.1, atol=0.1)
+
+
+def test_processes_agree_on_statistics(monkeypatch):
+    """Means 0 and 2 with variances 1 and 3: those of both halves together, by hand."""
+    module, norm = sys.modules[FlashCritic.__module__], UnitBatchNorm(2)
+    average_batch_statistics(norm)  # alone: nothing happens
+    assert norm.running_mean.tolist() == [0, 0] and norm.running_var.tolist() == [1, 1]
+
+    def all_reduce(both):
+        both += torch.tensor([2.0, 3.0 + 2.0**2]).double().unsqueeze(-1)  # the other process: mean, mean of squares
+
+    monkeypatch.setattr(module, "several_processes", lambda: True)
+    monkeypatch.setattr(module.dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(module.dist, "get_world_size", lambda: 2)
+    average_batch_statistics(norm)
+    assert norm.running_mean.tolist() == [1, 1] and norm.running_var.tolist() == [3, 3]
 
 
 def test_mistakes_are_refused():

@@ -65,8 +65,8 @@ class Network(nn.Module):
     ("loss", "message"),
     [
         (Temperature(), r"In bfloat16 the first update is not that of float32: loss_temperature .* and not 0\.4.*"),
-        (Network(-1.0), "cosine of the gradients of all"),
-        (Network(0.5), "gradient norm of all"),
+        (Network(-1.0), "cosine of the gradients of all -1 and not 1"),
+        (Network(0.5), r"gradient norm of all \S+ and not"),
         (Network(float("nan")), "loss_value nan"),
     ],
 )
@@ -76,6 +76,18 @@ def test_what_would_train_differently_is_refused(loss, message):
     with pytest.raises(ValueError, match=message) as caught:
         check_precision(loss, batch, torch.bfloat16)
     assert "algorithm.precision" in str(caught.value)
+
+
+def test_a_group_without_a_gradient_is_the_same_in_both():
+    check_precision(Network(1.0), TensorDict(x=torch.zeros(8, 4), batch_size=[8]), torch.bfloat16)
+    net = TensorDictModule(nn.Linear(3, 1, bias=False), ["x"], ["loss_value"])
+    check_precision(net, TensorDict(x=torch.zeros(3)), torch.bfloat16)
+
+
+def test_of_compiled_networks_plain_copies_are_compared():
+    loss, batch = flashsac()
+    loss.compile_networks()
+    check_precision(loss, batch, torch.bfloat16)
 
 
 def test_a_loss_without_groups_is_one_group():
