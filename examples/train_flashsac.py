@@ -4,35 +4,13 @@ python examples/train_flashsac.py --profile cpu --env.name HalfCheetah-v5     # 
 python examples/train_flashsac.py --env.name mjlab:TASK --env.num_envs 1024 --total_frames 50e6 --device cuda
 """
 
-from itertools import islice
-
-import torch
-from torchrl.envs import ActionScaling, Compose
-
-from edenrl.collectors import NStepReplayBuffer, RepeatedNoise, RewardNormalizer, exploring_policy, make_collector
-from edenrl.config import FLASHSAC_PROFILES, FlashSACRunConfig, parse_cli
-from edenrl.distributed import num_iterations
-from edenrl.envs import action_box, wrap_env
+from edenrl.collectors import RepeatedNoise, exploring_policy, make_collector, make_replay
+from edenrl.config import FlashSACRunConfig as Train
+from edenrl.config import parse_cli, presets
+from edenrl.envs import action_box
 from edenrl.modules import average_batch_statistics, flash_actor, flash_critic, observation_groups, unit_norm_hook
 from edenrl.objectives import FlashSACLoss
-from edenrl.optim import GradientStep, make_lr_schedule, make_optimizer
-from edenrl.training import Run, average, build_env, collector_options, evaluate_run, rollout_metrics, run_script, setup
-from edenrl.training import check_precision as compare_precisions
-from edenrl.training import speedups as usable_speedups
-
-# Lengths and sizes by environment (docs/pages/results.md); each can be overridden on the command line.
-PRESETS = {
-    # A shorter horizon lets half of the seeds dive forward and then run on their backs.
-    "HalfCheetah-v5": dict(total_frames=300_000, algorithm=dict(gamma=0.995, updates_per_step=4)),
-    "Pendulum-v1": dict(total_frames=12_000, env=dict(num_envs=4), algorithm=dict(steps_per_env=50)),
-    "InvertedPendulum-v5": dict(total_frames=12_000, env=dict(num_envs=4), algorithm=dict(steps_per_env=50)),
-    "PointMass": dict(total_frames=100_000, env=dict(num_envs=16, kwargs=dict(success_bonus=50.0))),
-    "Quadruped": dict(total_frames=300_000, algorithm=dict(actor_groups=("policy",), critic_groups=("critic",))),
-}
-
-
-class Train(FlashSACRunConfig):
-    """FlashSAC; a table of metrics, checkpoints and a config.json end up in the run directory."""
+from edenrl.training import Run, check_precision, run_script, speedups
 
 
 def make_policy(cfg: Train, env):
@@ -42,88 +20,60 @@ def make_policy(cfg: Train, env):
 
 
 def main(argv=None):
-    cfg = parse_cli(Train, argv, presets=PRESETS, profiles=FLASHSAC_PROFILES)
-    algo, device, num_envs = cfg.algorithm, setup(cfg), cfg.env.num_envs
-    cfg.check_sizes(device.type)
-    precision, compiled = usable_speedups(algo.precision, algo.compile, device)
-
-    env = build_env(cfg, device)
-    policy = make_policy(cfg, env).to(device)
-    low, high = action_box(env)
-    groups = observation_groups(env.observation_spec, algo.critic_groups)
-    critic = flash_critic(groups, len(low), **algo.network_options("critic")).to(device)
-    loss = FlashSACLoss(policy, critic, **algo.loss_options()).to(device)
-    # The buffer holds actions in the environment's units, the networks see them in [-1, 1].
-    transforms = [ActionScaling(loc=(low + high) / 2, scale=(high - low) / 2, in_keys_inv=[])]
-    if algo.normalize_rewards:
-        transforms.append(RewardNormalizer(num_envs, algo.gamma, algo.max_value))
-    replay_device = device if algo.buffer_dir is None else torch.device("cpu")
-    replay = NStepReplayBuffer(
-        observations=list(dict.fromkeys([*policy.module[0].in_keys, *groups])),
-        observation_dtype=getattr(torch, algo.buffer_dtype),
-        device=replay_device,
-        transform=Compose(*transforms).to(replay_device),
-        **algo.replay_options(),
-    )
-
-    frames = num_envs * algo.steps_per_env
-    iterations = cfg.max_iterations or num_iterations(cfg.total_frames, frames)
-    warmup = algo.warmup_frames(iterations * frames)
-    updates = max(iterations * algo.steps_per_env - warmup // num_envs, 1) * algo.updates_per_step
-    every, steps = dict(policy=algo.actor_delay, temperature=algo.actor_delay, critic=1), {}
-    options = dict(max_grad_norm=algo.max_grad_norm, on_nonfinite=algo.on_nonfinite, amp_dtype=precision)
-    for part, parameters in loss.parameter_groups().items():
-        optimizer = make_optimizer("adam", parameters, lr=algo.lr)
-        unit_norm_hook(optimizer, *{"policy": [policy], "critic": [critic]}.get(part, []))  # back onto the spheres
-        total = max(updates // every[part], 1)
-        schedule = make_lr_schedule(algo.lr_schedule, optimizer, total, **algo.schedule_options())
-        steps[part] = GradientStep(loss, optimizer, lr_schedule=schedule, **options)
-    if compiled:
-        loss.compile_networks()
-    noise = RepeatedNoise(low, high, exponent=algo.noise_exponent, longest=algo.noise_longest).to(device)
-    training_env = wrap_env(env, action_mode="squash", reward_scale=cfg.env.reward_scale)
-    acting = exploring_policy(policy, noise)
-    collector = make_collector(training_env, acting, frames_per_batch=num_envs, **collector_options(cfg))
-
-    state = dict(policy=policy, loss=loss, replay=replay, collector=collector)
-    for part, step in steps.items():
-        state |= {f"{part}_step": step, f"{part}_optimizer": step.optimizers["optimizer"]}
-    length = dict(iterations=iterations, frames_per_iteration=frames)
-    run = Run(cfg, algo.name, state, **length, evaluate=lambda: evaluate_run(cfg, policy, device))
-    with run:
-        if cfg.resume and cfg.resume_schedule == "restart":
-            left = run.remaining * algo.steps_per_env * algo.updates_per_step
-            for part, step in steps.items():
-                step.restart_schedule(algo.lr_schedule, algo.lr, left // every[part], **algo.schedule_options())
+    cfg = parse_cli(Train, argv, presets=presets.FLASHSAC, profiles=presets.FLASHSAC_PROFILES)
+    algo = cfg.algorithm
+    with Run(cfg) as run:  # seeds, device, run directory, checkpoints, evaluation, Ctrl-C
+        precision, compiled = speedups(algo.precision, algo.compile, run.device)
+        env = run.env()
+        low, high = action_box(env)
+        policy = run.keep(policy=make_policy(cfg, env))
+        groups = observation_groups(env.observation_spec, algo.critic_groups)
+        critic = flash_critic(groups, len(low), **algo.network_options("critic"))
+        loss = run.keep(loss=FlashSACLoss(policy, critic, **algo.loss_options()))
+        where = dict(num_envs=cfg.env.num_envs, device=run.device)
+        replay = run.keep(replay=make_replay(loss.observation_keys, low, high, **where, **algo.replay_options()))
+        warmup, updates = cfg.warmup_and_updates(run.iterations)
+        every = {"policy": algo.actor_delay, "temperature": algo.actor_delay, "critic": 1}
+        steps = {}
+        for part, parameters in loss.parameter_groups().items():
+            options = dict(updates=updates, every=every[part], amp_dtype=precision)
+            steps[part] = run.gradient_step(loss, {f"{part}_optimizer": parameters}, name=f"{part}_step", **options)
+        for part, network in (("policy", policy), ("critic", critic)):  # every weight back onto the sphere, each step
+            unit_norm_hook(steps[part].optimizers[f"{part}_optimizer"], network)
+        if compiled:
+            loss.compile_networks()
+        noise = RepeatedNoise(low, high, exponent=algo.noise_exponent, longest=algo.noise_longest).to(run.device)
+        acting, options = exploring_policy(policy, noise), run.collector_options(steps=1)
+        collector = run.keep(collector=make_collector(run.training_env(env), acting, **options))
+        run.begin()  # creates the run directory, or restores a checkpoint
         noise.uniform.fill_(steps["critic"].updates == 0)
-        warmup *= not (steps["critic"].updates and len(replay))  # a longer run does not warm up again
-        collected = iter(collector)
+        if steps["critic"].updates and len(replay):
+            warmup = 0  # a longer run does not warm up again
         for _ in run:
-            rollouts, actor_metrics, critic_metrics = [], [], []
-            for rollout in islice(collected, algo.steps_per_env):
-                replay.extend(rollout)
-                rollouts.append(rollout.select("action", "next"))
+            for _ in range(algo.steps_per_env):
+                replay.extend(run.collect(collector))
                 ready = len(replay) >= warmup and replay.can_sample()
                 noise.uniform.mul_(not ready)
-                for _ in range(algo.updates_per_step if ready else 0):
-                    batch = replay.sample().to(device)
-                    if precision is not None and steps["critic"].updates == 0:
-                        compare_precisions(loss, batch, precision)
-                    if steps["critic"].updates % algo.actor_delay == 0:
-                        with steps["policy"].autocast():
-                            losses = loss.actor_loss(batch)
-                            alpha_losses = loss.temperature_loss(batch, losses.pop("log_prob"))
-                        steps["temperature"](alpha_losses)
-                        actor_metrics.append({**losses, **alpha_losses, **steps["policy"](losses)})
-                    with steps["critic"].autocast():
-                        losses = loss.critic_loss(batch)
-                    critic_metrics.append({**losses, **steps["critic"](losses)})
-                    loss.update_target()
+                for _ in range(algo.updates_per_step * ready):
+                    update(run, loss, steps, replay.sample().to(run.device), algo.actor_delay)
             average_batch_statistics(policy, critic, loss.target_critic)
-            metrics = [average(rows) for rows in (actor_metrics, critic_metrics) if rows]
-            data = rollout_metrics(torch.cat(rollouts, 1), (low, high))
-            run.log(*metrics, data, {"replay_size": len(replay), "skipped_updates": steps["critic"].skipped})
-    collector.shutdown()
+            run.log({"replay_size": len(replay)})
+
+
+def update(run, loss, steps, batch, actor_delay):
+    """One update of the critic and its target; before every `actor_delay`-th of them actor and temperature."""
+    if steps["critic"].updates == 0:
+        check_precision(loss, batch, steps["critic"].amp_dtype)
+    if steps["critic"].updates % actor_delay == 0:
+        with steps["policy"].autocast():
+            losses = loss.actor_loss(batch)
+            alpha_losses = loss.temperature_loss(batch, losses.pop("log_prob"))
+        steps["temperature"](alpha_losses)
+        run.record(losses, alpha_losses, grad_norm_policy=steps["policy"](losses)["grad_norm_policy"])
+    with steps["critic"].autocast():
+        losses = loss.critic_loss(batch)
+    run.record(losses, steps["critic"](losses))
+    loss.update_target()
 
 
 if __name__ == "__main__":

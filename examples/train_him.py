@@ -1,6 +1,6 @@
 """Train HIM on the built-in robot (default) or any environment that publishes a history of frames.
 
-python examples/train_him.py                               # Quadruped; settings from PRESETS, each can be overridden
+python examples/train_him.py                               # Quadruped; starts from a preset, flags override it
 python examples/train_him.py --env.name my_package:make_env --algorithm.history_layout newest_first
 """
 
@@ -8,17 +8,10 @@ import torch
 from pydantic import Field
 
 from edenrl.collectors import make_collector
-from edenrl.config import QUADRUPED_HIM, EnvConfig, HIMConfig, RunConfig, parse_cli
-from edenrl.distributed import num_iterations
-from edenrl.envs import action_box, wrap_env
-from edenrl.modules import HIMLayout, MirrorAugmentation, him_actor, observation_groups, value_critic
+from edenrl.config import EnvConfig, HIMConfig, RunConfig, parse_cli, presets
+from edenrl.modules import HIMLayout, MirrorAugmentation, him_actor
 from edenrl.objectives import GAE, HIMEstimatorLoss, HIMLoss
-from edenrl.optim import GradientStep, make_lr_schedule, make_optimizer
-from edenrl.training import Run, average, build_env, collector_options, evaluate_run, rollout_metrics, run_script, setup
-
-# Settings by environment, found by measuring (docs/pages/results.md); each can be overridden on the command line. Those
-# of the courses are the flat ground's, untuned; the robot is blind there.
-PRESETS = {"Quadruped": QUADRUPED_HIM, "QuadrupedTerrain": QUADRUPED_HIM}
+from edenrl.training import Run, follow_rate, make_critic, minibatches, run_script, symmetry_mirrors
 
 
 class Train(RunConfig):
@@ -30,95 +23,49 @@ class Train(RunConfig):
     """PPO, the estimator and the symmetry."""
 
 
-def layout_of(cfg: Train, env):
-    """Where the current frame and the velocity stand in the environment's groups."""
-    algo = cfg.algorithm
-    return HIMLayout.of(env, *algo.actor_groups, *algo.critic_groups, order=algo.history_layout)
-
-
 def make_policy(cfg: Train, env):
     """The actor for an environment; evaluation rebuilds it from a run's config.json with this."""
-    squash = cfg.env.action_mode == "squash"
-    return him_actor(layout_of(cfg, env), env.action_spec_unbatched, squash=squash, **cfg.algorithm.network_options())
+    algo, squash = cfg.algorithm, cfg.env.action_mode == "squash"
+    layout = HIMLayout.of(env, *algo.actor_groups, *algo.critic_groups, order=algo.history_layout)
+    return him_actor(layout, env.action_spec_unbatched, squash=squash, **algo.network_options())
 
 
 def main(argv=None):
-    cfg = parse_cli(Train, argv, presets=PRESETS)
-    algo, device = cfg.algorithm, setup(cfg)
+    cfg = parse_cli(Train, argv, presets=presets.HIM)
+    algo = cfg.algorithm
+    history, critic_group = *algo.actor_groups, *algo.critic_groups
+    with Run(cfg) as run:  # seeds, device, run directory, checkpoints, evaluation, Ctrl-C
+        env = run.env()
+        policy, critic = run.keep(policy=make_policy(cfg, env), critic=make_critic(cfg, env))
+        gae = GAE(value_network=critic, **algo.gae_options())
+        mirrors = symmetry_mirrors(cfg, env)
+        augment = MirrorAugmentation(mirrors, policy, critic, log_prob=algo.mirrored_log_prob)
+        symmetry = dict(mirrors=mirrors, symmetry_scale=algo.symmetry_scale)
+        loss = HIMLoss(policy, critic, functional=False, **symmetry, **algo.loss_options())
+        step = run.gradient_step(loss)
 
-    env = build_env(cfg, device)
-    layout, (history, critic_group) = layout_of(cfg, env), (*algo.actor_groups, *algo.critic_groups)
-    policy = make_policy(cfg, env).to(device)
-    groups = observation_groups(env.observation_spec, algo.critic_groups)
-    critic = value_critic(groups, hidden=algo.critic_hidden, activation=algo.activation, normalize=False).to(device)
+        # The estimator is a part of the actor, and has a loss and an optimizer of its own.
+        estimator = policy.module[0].module.estimator
+        estimator_loss = HIMEstimatorLoss(estimator, **algo.estimator_options())
+        estimator_loss.set_keys(history=history, critic=critic_group)
+        options = dict(schedule=False, max_grad_norm=algo.estimator_max_grad_norm)
+        trained = {"estimator_optimizer": estimator_loss.parameters()}
+        estimator_step = run.gradient_step(estimator_loss, trained, name="estimator_step", **options)
+        collector = run.keep(collector=make_collector(run.training_env(env), policy, **run.collector_options()))
 
-    whole = algo.normalize_advantage == "rollout"
-    gae = GAE(gamma=algo.gamma, lmbda=algo.lmbda, value_network=critic, average_gae=whole)
-    mirrors = getattr(env, "mirrors", {}) if algo.symmetry else None
-    augment = MirrorAugmentation(mirrors, policy, critic, log_prob=algo.mirrored_log_prob)
-    loss = HIMLoss(
-        policy,
-        critic,
-        mirrors=mirrors,
-        symmetry_scale=algo.symmetry_scale,
-        clip_epsilon=algo.clip_epsilon,
-        entropy_coeff=algo.entropy_coeff,
-        critic_coeff=algo.critic_coeff,
-        clip_value=algo.clip_value,
-        action_bound_coeff=algo.action_bound_coeff,
-        normalize_advantage=algo.normalize_advantage == "minibatch",
-        functional=False,
-    )
-    estimator_loss = HIMEstimatorLoss(policy.module[0].module.estimator, **algo.estimator_options())
-    estimator_loss.set_keys(history=history, critic=critic_group)
-
-    frames = cfg.env.num_envs * algo.steps_per_env
-    iterations, updates = num_iterations(cfg.total_frames, frames), algo.epochs * algo.num_minibatches
-    trained = [p for group in loss.parameter_groups().values() for p in group]
-    optimizer = make_optimizer(algo.optimizer, trained, lr=algo.lr)
-    estimator_optimizer = make_optimizer(algo.optimizer, estimator_loss.parameters(), lr=algo.lr)
-    schedule = make_lr_schedule(algo.lr_schedule, optimizer, iterations * updates, **algo.schedule_options())
-    step = GradientStep(
-        loss, optimizer, max_grad_norm=algo.max_grad_norm, lr_schedule=schedule, on_nonfinite=algo.on_nonfinite
-    )
-    estimator_step = GradientStep(
-        estimator_loss, estimator_optimizer, max_grad_norm=algo.estimator_max_grad_norm, on_nonfinite=algo.on_nonfinite
-    )
-    training_env = wrap_env(env, action_mode=cfg.env.action_mode, reward_scale=cfg.env.reward_scale)
-    collector = make_collector(training_env, policy, frames_per_batch=frames, **collector_options(cfg))
-
-    parts = dict(policy=policy, critic=critic, optimizer=optimizer, estimator_optimizer=estimator_optimizer)
-    run = Run(
-        cfg,
-        algo.name,
-        parts | dict(step=step, estimator_step=estimator_step, collector=collector),
-        iterations=iterations,
-        frames_per_iteration=frames,
-        evaluate=lambda: evaluate_run(cfg, policy, device),
-    )
-    with run:
-        if cfg.resume and cfg.resume_schedule == "restart":
-            step.restart_schedule(algo.lr_schedule, algo.lr, run.remaining * updates, **algo.schedule_options())
-        rollouts, checked = iter(collector), False
-        for _ in run:
-            rollout = next(rollouts)
-            checked = checked or layout.check(rollout[history], rollout[critic_group])
-            with torch.no_grad():  # before anything is trained on it
-                fresh = {f"fresh/{name}": value for name, value in estimator_loss(rollout).items()}
+        checked = False
+        for rollout in run.rollouts(collector):  # [environments, steps]
+            checked = checked or estimator.layout.check(rollout[history], rollout[critic_group])
+            with torch.no_grad():  # how well it predicts what it has not been trained on
+                run.log({f"fresh/{name}": value for name, value in estimator_loss(rollout).items()})
             doubled = gae(augment(rollout))
-            kept = doubled.exclude("next", "collector").set("next", doubled["next"].select(critic_group))
-            data, metrics = kept.reshape(-1), []
-            for _ in range(algo.epochs):
-                for batch in data[torch.randperm(len(data), device=device)].split(len(data) // algo.num_minibatches):
-                    losses = loss(batch)
-                    metrics.append({**losses, **step(losses)})
-                    for group in estimator_optimizer.param_groups:  # at the policy's rate, also while that adapts
-                        group["lr"] = optimizer.param_groups[0]["lr"]
-                    losses = estimator_loss(batch)
-                    metrics[-1] |= {**losses, "grad_norm_estimator": estimator_step(losses)["grad_norm_estimator"]}
-            skipped = {"skipped_updates": step.skipped + estimator_step.skipped}
-            run.log(average(metrics), fresh, rollout_metrics(rollout, action_box(env)), skipped)
-    collector.shutdown()
+            data = doubled.exclude("next", "collector").set("next", doubled["next"].select(critic_group))
+            for batch in minibatches(data, algo.epochs, algo.num_minibatches):
+                losses = loss(batch)
+                metrics = {**losses, **step(losses)}
+                follow_rate(estimator_step, step)  # at the policy's rate, also while that adapts
+                losses = estimator_loss(batch)
+                run.record(metrics, losses, grad_norm_estimator=estimator_step(losses)["grad_norm_estimator"])
 
 
 if __name__ == "__main__":

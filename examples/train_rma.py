@@ -1,32 +1,17 @@
 """Train RMA: a teacher with privileged information, and the history encoder and estimator that replace it.
 
-python examples/train_rma.py                                  # HiddenPointMass; settings from PRESETS
-python examples/train_rma.py --env.name QuadrupedTerrain
+python examples/train_rma.py --env.name QuadrupedTerrain     # default: HiddenPointMass; both start from a preset
 """
 
 import torch
 from pydantic import Field
 
 from edenrl.collectors import make_collector
-from edenrl.config import HIDDEN_POINT_MASS_RMA, QUADRUPED_TERRAIN_RMA, EnvConfig, RMAConfig, RunConfig, parse_cli
-from edenrl.distributed import num_iterations
-from edenrl.envs import action_box, wrap_env
-from edenrl.modules import (
-    MirrorAugmentation,
-    RMAActor,
-    observation_groups,
-    rma_composition,
-    rma_policy,
-    update_normalization,
-    value_critic,
-)
+from edenrl.config import EnvConfig, RMAConfig, RunConfig, parse_cli, presets
+from edenrl.modules import MirrorAugmentation, observation_groups, update_normalization
+from edenrl.modules.rma import RMAActor, rma_composition, rma_policy
 from edenrl.objectives import GAE, LinearRamp, MirrorLoss, RMADaggerLoss, RMALoss
-from edenrl.optim import GradientStep, make_lr_schedule, make_optimizer
-from edenrl.training import Run, average, build_env, collector_options, evaluate_run, rollout_metrics, run_script, setup
-
-# Settings by environment, found by measuring (docs/pages/results.md); each can be overridden on the command line.
-PRESETS = dict.fromkeys(("QuadrupedTerrain", "Quadruped"), QUADRUPED_TERRAIN_RMA)
-PRESETS["HiddenPointMass"] = HIDDEN_POINT_MASS_RMA
+from edenrl.training import Run, make_critic, minibatches, run_script, symmetry_mirrors
 
 
 class Train(RunConfig):
@@ -47,78 +32,48 @@ def make_policy(cfg, env):
 
 
 def main(argv=None):
-    cfg = parse_cli(Train, argv, presets=PRESETS)
-    algo, device = cfg.algorithm, setup(cfg)
-
-    env = build_env(cfg, device)
-    policy = make_policy(cfg, env).to(device)  # what will be deployed; the other two share its weights
-    net = rma_composition(policy)
-    teacher = rma_policy(net.actor, net.source)
-    acting = rma_policy(net.actor, net.source, latent="switched", estimated=algo.train_with_estimated_states).to(device)
-    privileged = tuple(dict.fromkeys(key for name, key in net.keys.items() if name != "history" or net.flat))
-    critic_groups = observation_groups(env.observation_spec, algo.critic_groups or privileged)
-    critic = value_critic(critic_groups, **algo.critic_options()).to(device)
-
-    whole = algo.normalize_advantage == "rollout"
-    gae = GAE(gamma=algo.gamma, lmbda=algo.lmbda, value_network=critic, average_gae=whole)
-    ramp = LinearRamp(**algo.ramp_options()).to(device)
-    loss = RMALoss(teacher, critic, ramp=ramp, functional=False, **algo.loss_options())
-    dagger = RMADaggerLoss(teacher)
-    mirrors = getattr(env, "mirrors", {})
-    images = mirrors if algo.symmetry == "augment" else None
-    augment = MirrorAugmentation(images, teacher, critic, also=[net.keys["history"]])  # which only the losses read
-    mirror = MirrorLoss(teacher, mirrors, symmetry_coeff=algo.symmetry_coeff) if algo.symmetry == "loss" else None
-
-    frames = cfg.env.num_envs * algo.steps_per_env
-    iterations, updates = num_iterations(cfg.total_frames, frames), algo.epochs * algo.num_minibatches
-    algo.check_length(iterations)
-    trained = {**loss.parameter_groups(), **dagger.parameter_groups()}
-    optimizer = make_optimizer(algo.optimizer, trained["policy"] + trained["critic"], lr=algo.lr)
-    estimation = make_optimizer(algo.optimizer, trained["estimator"], lr=algo.estimator_lr)
-    imitation = make_optimizer(algo.optimizer, trained["history_encoder"], lr=algo.lr)
-    options = dict(max_grad_norm=algo.max_grad_norm, on_nonfinite=algo.on_nonfinite)
-    schedule = make_lr_schedule(algo.lr_schedule, optimizer, iterations * updates, **algo.schedule_options())
-    step = GradientStep(loss, dict(ppo=optimizer, estimator=estimation), lr_schedule=schedule, **options)
-    imitate = GradientStep(dagger, imitation, **options)
-    training_env = wrap_env(env, action_mode=cfg.env.action_mode, reward_scale=cfg.env.reward_scale)
-    collector = make_collector(training_env, acting, frames_per_batch=frames, **collector_options(cfg))
-
-    components = dict(policy=policy, critic=critic, ramp=ramp, step=step, imitate=imitate, collector=collector)
-    components |= dict(optimizer=optimizer, estimation=estimation, imitation=imitation)
-    length = dict(iterations=iterations, frames_per_iteration=frames)
-    run = Run(cfg, algo.name, components, **length, evaluate=lambda: evaluate_run(cfg, policy, device))
-
-    def minibatches(data):
-        for _ in range(algo.epochs):
-            yield from data[torch.randperm(len(data), device=device)].split(len(data) // algo.num_minibatches)
-
-    with run:
-        if cfg.resume and cfg.resume_schedule == "restart":
-            step.restart_schedule(algo.lr_schedule, algo.lr, run.remaining * updates, **algo.schedule_options())
-            imitation.param_groups[0]["lr"] = algo.lr  # of no schedule, and the checkpoint restored the old one
-        rollouts = iter(collector)
+    cfg = parse_cli(Train, argv, presets=presets.RMA)
+    algo = cfg.algorithm
+    with Run(cfg) as run:  # seeds, device, run directory, checkpoints, evaluation, Ctrl-C
+        env = run.env()
+        policy = run.keep(policy=make_policy(cfg, env))  # what will be deployed; the next two share its weights
+        net = rma_composition(policy)
+        teacher = rma_policy(net.actor, net.source)
+        acting = rma_policy(net.actor, net.source, **algo.acting_options()).to(run.device)
+        critic = run.keep(critic=make_critic(cfg, env, groups=net.privileged_groups))
+        gae = GAE(value_network=critic, **algo.gae_options())
+        ramp = run.keep(ramp=LinearRamp(**algo.ramp_options()))
+        loss = RMALoss(teacher, critic, ramp=ramp, functional=False, **algo.loss_options())
+        dagger = RMADaggerLoss(teacher)
+        also = [net.keys["history"]]  # which the losses read, beside actor and critic
+        augment = MirrorAugmentation(symmetry_mirrors(cfg, env, "augment"), teacher, critic, also=also)
+        mirrors = symmetry_mirrors(cfg, env, "loss")
+        mirror = None if mirrors is None else MirrorLoss(teacher, mirrors, symmetry_coeff=algo.symmetry_coeff)
+        groups = {**loss.parameter_groups(), **dagger.parameter_groups()}
+        trained = {"optimizer": groups["policy"] + groups["critic"], "estimation": groups["estimator"]}
+        step = run.gradient_step(loss, trained, lr={"estimation": algo.estimator_lr})
+        imitate = run.gradient_step(dagger, {"imitation": groups["history_encoder"]}, name="imitate", schedule=False)
+        collector = run.keep(collector=make_collector(run.training_env(env), acting, **run.collector_options()))
         for iteration in run:
             by_history = (iteration + 1) % algo.dagger_update_freq == 0
             rma_composition(acting).use_history(by_history)
-            rollout = next(rollouts)
+            rollout = run.collect(collector)  # [environments, steps]
             gae(rollout)
-            # What has acted may read estimates: the KL divergence is to tell how far the update moves the teacher.
-            with torch.no_grad():
+            with torch.no_grad():  # acting may read estimates; the KL is to tell how far the update moves the teacher
                 rollout.update(teacher.get_dist_params(rollout.select(*teacher.in_keys)).select("loc", "scale"))
-            data, metrics, imitated = augment(rollout.exclude("next", "collector").reshape(-1)), [], []
-            for batch in minibatches(data):
-                losses = loss(batch) if mirror is None else loss(batch).update(mirror(batch))
-                metrics.append({**losses, **step(losses)})
+            data = augment(rollout.exclude("next", "collector").reshape(-1))
+            for batch in minibatches(data, algo.epochs, algo.num_minibatches):
+                losses = loss(batch)
+                if mirror is not None:
+                    losses.update(mirror(batch))
+                run.record(losses, step(losses))
             ramp.advance()
             if by_history:
-                for batch in minibatches(data):
+                for batch in minibatches(data, algo.epochs, algo.num_minibatches):
                     losses = dagger(batch)
-                    imitated.append({**losses, "grad_norm_history": imitate(losses)["grad_norm_history_encoder"]})
+                    run.record(losses, grad_norm_history=imitate(losses)["grad_norm_history_encoder"])
                 ramp.advance()
             update_normalization(critic, rollout)
-            imitated = {"skipped_updates": step.skipped + imitate.skipped} | (average(imitated) if imitated else {})
-            run.log(average(metrics), imitated, rollout_metrics(rollout, action_box(env)))
-    collector.shutdown()
 
 
 if __name__ == "__main__":

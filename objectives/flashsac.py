@@ -239,6 +239,11 @@ class FlashSACLoss(LossModule):
     def _critic_groups(self) -> list[NestedKey]:
         return list(self.critic_network.in_keys[:-1])  # the last one is the action
 
+    @property
+    def observation_keys(self) -> list[NestedKey]:
+        """The observations that actor and critic read: what a replay buffer has to hold."""
+        return list(dict.fromkeys([*self.actor_network.in_keys, *self._critic_groups]))
+
     def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
         """Trained parameters by group: "policy", "temperature" and "critic"."""
         return {

@@ -189,20 +189,21 @@ def train(folder, flags):
     sys.modules["train_ppo"] = script
     spec.loader.exec_module(script)
     script.Run = Recording
+    run_module = sys.modules["edenrl.training.run"]
 
     def main():
         first = []
-        build_env = script.build_env
+        build_env = run_module.build_env
 
         def recording_build_env(*args, **kwargs):
             env = build_env(*args, **kwargs)
             first.append(env._generator.get_state())
             return env
 
-        script.build_env = recording_build_env
+        run_module.build_env = recording_build_env
         script.main(flags)
         run, rank = seen[0], distributed.rank()
-        parts = run.checkpoints.components
+        parts = run.folder.checkpoints.components
         state = {f"{name}.{k}": v for name in ("policy", "critic") for k, v in parts[name].state_dict().items()}
         digest = hashlib.sha256(b"".join(v.numpy().tobytes() for v in state.values())).hexdigest()
         torch.save(

@@ -4,25 +4,17 @@ Every value is checked where it enters, and a mistake is answered with the dotte
 given and what to change. This package does not import torch.
 """
 
+from edenrl.config import presets
 from edenrl.config.amp import AMPConfig
 from edenrl.config.apg import APGConfig
 from edenrl.config.base import Config
 from edenrl.config.cli import load_config, parse_cli, read_config, save_config
 from edenrl.config.cmdp import CMDPConfig
-from edenrl.config.distill import DepthDistillationConfig
-from edenrl.config.flashsac import FLASHSAC_PROFILES, FlashSACConfig, FlashSACRunConfig
+from edenrl.config.distill import DepthDistillationConfig, distillation_preset
+from edenrl.config.flashsac import FlashSACConfig, FlashSACRunConfig
 from edenrl.config.grpo import GRPOConfig
 from edenrl.config.him import HIMConfig
 from edenrl.config.ppo import PPOConfig
-from edenrl.config.presets import (
-    HIDDEN_POINT_MASS_RMA,
-    QUADRUPED,
-    QUADRUPED_HIM,
-    QUADRUPED_STYLE,
-    QUADRUPED_TERRAIN,
-    QUADRUPED_TERRAIN_RMA,
-    with_groups,
-)
 from edenrl.config.resume import refuse_changes
 from edenrl.config.rma import RMAConfig
 from edenrl.config.run import CheckpointConfig, EnvConfig, EvaluationConfig, LoggerConfig, RunConfig
@@ -31,14 +23,7 @@ from edenrl.config.simba import SimbaPPOConfig
 __all__ = [
     "AMPConfig",
     "APGConfig",
-    "FLASHSAC_PROFILES",
-    "HIDDEN_POINT_MASS_RMA",
-    "QUADRUPED",
-    "QUADRUPED_STYLE",
-    "QUADRUPED_HIM",
-    "QUADRUPED_TERRAIN",
     "CMDPConfig",
-    "QUADRUPED_TERRAIN_RMA",
     "CheckpointConfig",
     "Config",
     "DepthDistillationConfig",
@@ -53,10 +38,11 @@ __all__ = [
     "RMAConfig",
     "RunConfig",
     "SimbaPPOConfig",
+    "distillation_preset",
     "load_config",
     "parse_cli",
+    "presets",
     "read_config",
     "refuse_changes",
     "save_config",
-    "with_groups",
 ]

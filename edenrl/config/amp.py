@@ -63,3 +63,7 @@ class AMPConfig(PPOConfig):
     """Windows of the policy that are kept for the discriminator."""
     warm_start: Folder | None = None
     """Run directory, such as one of plain PPO, whose policy and critic a new run starts from."""
+
+    def discriminator_options(self) -> dict[str, Any]:
+        """Options of ``edenrl.modules.Discriminator``."""
+        return {"num_frames": self.num_frames, "hidden": self.discriminator_hidden}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -59,6 +59,29 @@ class APGConfig(Config):
     """Optimizer."""
     actor_groups: Groups = None
     """Observation groups the actor reads, in this order; None: every group the environment publishes."""
+
+    @property
+    def steps_per_env(self) -> int:
+        """Steps each environment takes per update."""
+        return self.segment_length * self.rollouts
+
+    @property
+    def updates_per_iteration(self) -> int:
+        """One update: an iteration is an update."""
+        return 1
+
+    @property
+    def on_nonfinite(self) -> Literal["raise", "skip"]:
+        """What a NaN or infinite gradient does, as ``GradientStep`` calls it."""
+        return "skip" if self.skip_nonfinite else "raise"
+
+    def loss_options(self) -> dict[str, Any]:
+        """Options of ``edenrl.objectives.APGLoss``."""
+        return self.pick("gamma", "entropy_coeff", "mode")
+
+    def optimizer_options(self) -> dict[str, Any]:
+        """Options of ``edenrl.optim.make_optimizer`` for ``optimizer``."""
+        return {}
 
     @property
     def rollouts(self) -> int:

@@ -100,6 +100,16 @@ class Config(BaseModel):
         use_attribute_docstrings=True,
     )
 
+    def pick(self, *names: str) -> dict[str, Any]:
+        """The named fields as keyword arguments, for a class that calls them the same.
+
+        Examples:
+            >>> from edenrl.config import PPOConfig
+            >>> PPOConfig().pick("gamma", "lmbda")
+            {'gamma': 0.99, 'lmbda': 0.95}
+        """
+        return {name: getattr(self, name) for name in names}
+
     @classmethod
     def _unknown_field(cls, name: str) -> str:
         ranked = closest(name, cls.model_fields)

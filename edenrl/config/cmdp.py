@@ -46,5 +46,4 @@ class CMDPConfig(PPOConfig):
 
     def constraint_options(self) -> dict[str, Any]:
         """Options of ``edenrl.modules.TaskConstraint``."""
-        names = ("alpha", "lambda_lr", "lambda_init", "warmup_iters", "vg_window", "vg_star_window")
-        return {name: getattr(self, name) for name in names}
+        return self.pick("alpha", "lambda_lr", "lambda_init", "warmup_iters", "vg_window", "vg_star_window")

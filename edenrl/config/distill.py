@@ -2,12 +2,43 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from edenrl.config import presets
 from edenrl.config.base import Config, Count, Fraction, JsonDict, Name, Positive, Seed, refuse
+from edenrl.config.rma import RMAConfig
 from edenrl.config.run import Folder
+
+
+def distillation_preset(teacher: Any, folder: Path) -> dict[str, Any]:
+    """What a distillation takes from its teacher's run: the environment, which also publishes depth, and the networks.
+
+    Args:
+        teacher: the configuration of the teacher's run.
+        folder: its directory.
+
+    Raises:
+        ValueError: for a run of another algorithm.
+
+    Examples:
+        >>> from types import SimpleNamespace
+        >>> from edenrl.config import EnvConfig
+        >>> teacher = SimpleNamespace(env=EnvConfig(name="Robot", num_envs=8), algorithm=RMAConfig())
+        >>> distillation_preset(teacher, Path("runs/teacher"))["env"]["num_envs"]
+        8
+    """
+    if not isinstance(teacher.algorithm, RMAConfig):
+        raise ValueError(f"{folder} is a run of {teacher.algorithm.name}; expected one of train_rma.py.")
+    env = teacher.env.model_dump()
+    groups = env["kwargs"].get("groups")
+    if groups is not None and "depth" not in groups:
+        env["kwargs"]["groups"] = [*groups, "depth"]
+    taken = {"teacher_run": str(folder), "teacher": teacher.algorithm.model_dump(mode="json")}
+    tables = {name.lower(): preset for name, preset in presets.DISTILLATION.items()}
+    return presets.changed({"env": env, "algorithm": taken}, **tables.get(env["name"].lower(), {}))
 
 
 class DepthDistillationConfig(Config):
@@ -43,6 +74,20 @@ class DepthDistillationConfig(Config):
     """Largest gradient norm of the student's actor; the encoder's gradient is not clipped."""
     on_nonfinite: Literal["raise", "skip"] = "raise"
     """What a NaN or infinite gradient does: stop and name the parameter, or skip the step and count it."""
+
+    @property
+    def optimizer(self) -> str:
+        """Adam."""
+        return "adam"
+
+    def optimizer_options(self) -> dict[str, float]:
+        """Options of ``edenrl.optim.make_optimizer`` for ``optimizer``."""
+        return {}
+
+    @property
+    def updates_per_iteration(self) -> int:
+        """One update, back through the whole rollout."""
+        return 1
 
     def schedule_options(self) -> dict[str, float]:
         """Options of ``edenrl.optim.make_lr_schedule`` for ``lr_schedule``."""

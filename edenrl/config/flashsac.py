@@ -12,14 +12,14 @@ from edenrl.config.run import EnvConfig, Folder, RunConfig
 
 _log = logging.getLogger("edenrl")
 
-__all__ = ["FLASHSAC_PROFILES", "FlashSACConfig", "FlashSACRunConfig"]
+__all__ = ["FlashSACConfig", "FlashSACRunConfig"]
 
 
 class FlashSACConfig(Config):
     """FlashSAC hyper-parameters.
 
-    Defaults follow the paper, arXiv:2604.04539, and its release: many environments on a GPU. ``FLASHSAC_PROFILES`` has
-    a size for CPUs.
+    Defaults follow the paper, arXiv:2604.04539, and its release: many environments on a GPU. The profile
+    "cpu" has smaller sizes.
     """
 
     name: Literal["flashsac"] = "flashsac"
@@ -104,6 +104,20 @@ class FlashSACConfig(Config):
             )
         return self
 
+    @property
+    def optimizer(self) -> str:
+        """Adam, for all three."""
+        return "adam"
+
+    def optimizer_options(self) -> dict[str, Any]:
+        """Options of ``edenrl.optim.make_optimizer`` for ``optimizer``."""
+        return {}
+
+    @property
+    def updates_per_iteration(self) -> int:
+        """Updates of the critic between two rows of metrics."""
+        return self.steps_per_env * self.updates_per_step
+
     def schedule_options(self) -> dict[str, Any]:
         """Options of ``edenrl.optim.make_lr_schedule`` for ``lr_schedule``."""
         ends = self.lr_schedule in ("linear", "cosine", "warmup_cosine")
@@ -119,13 +133,21 @@ class FlashSACConfig(Config):
 
     def loss_options(self) -> dict[str, Any]:
         """Options of ``edenrl.objectives.FlashSACLoss``."""
-        names = ("gamma", "tau", "alpha_init", "target_entropy", "target_sigma", "bc_coeff")
-        return {name: getattr(self, name) for name in names}
+        return self.pick("gamma", "tau", "alpha_init", "target_entropy", "target_sigma", "bc_coeff")
 
     def replay_options(self) -> dict[str, Any]:
-        """Options of ``edenrl.collectors.NStepReplayBuffer``."""
-        data = {"max_size": self.buffer_size, "memmap": self.buffer_dir, "save_data": self.save_buffer}
-        return {**data, "n_steps": self.n_steps, "gamma": self.gamma, "batch_size": self.batch_size}
+        """Options of ``edenrl.collectors.make_replay``."""
+        storage = {"max_size": self.buffer_size, "dtype": self.buffer_dtype, "memmap": self.buffer_dir}
+        normalized = {"max_return": self.max_value} if self.normalize_rewards else {}
+        return {**storage, "save_data": self.save_buffer, **normalized, **self.pick("n_steps", "gamma", "batch_size")}
+
+    def warn(self, device: str, iterations: int) -> None:
+        """Warns of the published sizes on a CPU, where one update of them takes about a second."""
+        if device == "cpu" and self.batch_size >= 2048:
+            _log.warning(
+                "An update of batch_size %d takes about a second on a CPU: add --profile cpu, or train on a GPU.",
+                self.batch_size,
+            )
 
     def warmup_frames(self, total_frames: int) -> int:
         """Transitions before the first update: ``min_buffer``, or a tenth of a run that is too short for it."""
@@ -136,7 +158,10 @@ class FlashSACConfig(Config):
 
 
 class FlashSACRunConfig(RunConfig):
-    """A run whose length is given in environment steps or in iterations, and whose policy stays in the action's box."""
+    """FlashSAC; a table of metrics, checkpoints and a config.json end up in the run directory.
+
+    The length of the run is given in environment steps or in iterations; the policy stays in the action's box.
+    """
 
     total_frames: Count | None = None  # type: ignore[assignment]
     """Environment steps to train for, summed over environments and processes; or give max_iterations."""
@@ -168,35 +193,13 @@ class FlashSACRunConfig(RunConfig):
             )
         return self
 
-    def check_sizes(self, device_type: str) -> None:
-        """Says so where the published sizes meet a processor, on which an update of them takes about a second."""
-        if device_type == "cpu" and self.algorithm.batch_size >= 2048:
-            _log.warning(
-                "An update of batch_size %d takes about a second on a CPU: add --profile cpu, or train on a GPU.",
-                self.algorithm.batch_size,
-            )
+    def warmup_and_updates(self, iterations: int) -> tuple[int, int]:
+        """Transitions before the first update, and updates of the critic after them, in a run of so many iterations."""
+        algo = self.algorithm
+        warmup = algo.warmup_frames(iterations * self.frames_per_rollout)
+        steps = iterations * algo.steps_per_env - warmup // self.env.num_envs
+        return warmup, max(steps, 1) * algo.updates_per_step
 
-
-FLASHSAC_PROFILES: dict[str, dict[str, Any]] = {
-    "full": {},
-    # Found by measuring HalfCheetah-v5 with 16 environments (docs/pages/results.md).
-    "cpu": {
-        "env": {"num_envs": 16},
-        "algorithm": {
-            "gamma": 0.98,
-            "tau": 0.02,
-            "batch_size": 128,
-            "min_buffer": 2000,
-            "buffer_size": 1_000_000,
-            "save_buffer": True,
-            "alpha_init": 0.001,
-            "actor_dim": 64,
-            "actor_blocks": 1,
-            "critic_dim": 64,
-            "critic_blocks": 1,
-            "lr": 1e-3,
-            "final_lr_fraction": 0.3,
-        },
-    },
-}
-"""Settings by ``FlashSACRunConfig.profile``."""
+    def num_iterations(self, processes: int = 1) -> int:
+        """Iterations of the whole run."""
+        return self.max_iterations or super().num_iterations(processes)

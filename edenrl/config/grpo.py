@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -41,3 +41,11 @@ class GRPOConfig(OnPolicySettings):
     """Activation between hidden layers."""
     optimizer: Literal["adam", "adamw", "sgd", "rmsprop"] = "adam"
     """Optimizer of the actor."""
+
+    def advantage_options(self) -> dict[str, Any]:
+        """Options of ``edenrl.objectives.GroupRelativeAdvantage``."""
+        return self.pick("gamma", "group_size", "eps", "truncate_at_first_done")
+
+    def loss_options(self) -> dict[str, Any]:
+        """Options of ``edenrl.objectives.GRPOLoss``."""
+        return self.pick("clip_epsilon", "entropy_coeff", "kl_coeff", "action_bound_coeff")

@@ -79,11 +79,10 @@ class HIMConfig(PPOSettings):
 
     def network_options(self) -> dict[str, Any]:
         """Options of ``edenrl.modules.him_actor``."""
-        names = ["encoder_hidden", "target_hidden", "latent_dim", "num_prototypes", "target_skip_dim"]
-        names += ["activation", "init_std"]
-        own = {"history": self.actor_groups[0], "hidden": self.actor_hidden}
-        return own | {name: getattr(self, name) for name in names}
+        sizes = self.pick("encoder_hidden", "target_hidden", "latent_dim", "num_prototypes", "target_skip_dim")
+        actor = {"history": self.actor_groups[0], "hidden": self.actor_hidden}
+        return {**actor, **sizes, **self.pick("activation", "init_std")}
 
     def estimator_options(self) -> dict[str, float]:
         """Options of ``edenrl.objectives.HIMEstimatorLoss``."""
-        return {name: getattr(self, name) for name in ("temperature", "sinkhorn_eps", "sinkhorn_iterations")}
+        return self.pick("temperature", "sinkhorn_eps", "sinkhorn_iterations")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -64,6 +64,15 @@ class OnPolicySettings(Config):
     """What a NaN or infinite gradient does: stop and name the parameter, or skip the step and count it."""
     actor_groups: Groups = None
     """Observation groups the actor reads, in this order; None: every group the environment publishes."""
+
+    @property
+    def updates_per_iteration(self) -> int:
+        """Mini-batches per rollout."""
+        return self.epochs * self.num_minibatches
+
+    def optimizer_options(self) -> dict[str, Any]:
+        """Options of ``edenrl.optim.make_optimizer`` for ``optimizer``."""
+        return {}
 
     def schedule_options(self) -> dict[str, float]:
         """Options of ``edenrl.optim.make_lr_schedule`` for ``lr_schedule``."""

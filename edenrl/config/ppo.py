@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from edenrl.config.base import Count, Fraction, Groups, Positive
 from edenrl.config.on_policy import OnPolicySettings
@@ -25,6 +25,15 @@ class PPOSettings(OnPolicySettings):
     """Over what the advantages are brought to mean 0 and variance 1."""
     critic_groups: Groups = None
     """Observation groups the critic reads, in this order; None: every group the environment publishes."""
+
+    def gae_options(self) -> dict[str, Any]:
+        """Options of ``edenrl.objectives.GAE``."""
+        return {**self.pick("gamma", "lmbda"), "average_gae": self.normalize_advantage == "rollout"}
+
+    def loss_options(self) -> dict[str, Any]:
+        """Options of ``edenrl.objectives.PPOLoss``."""
+        names = ("clip_epsilon", "entropy_coeff", "critic_coeff", "clip_value", "action_bound_coeff")
+        return {**self.pick(*names), "normalize_advantage": self.normalize_advantage == "minibatch"}
 
 
 class PPOConfig(PPOSettings):

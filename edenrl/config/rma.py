@@ -130,30 +130,14 @@ class RMAConfig(PPOSettings):
 
     def network_options(self) -> dict[str, Any]:
         """Options of ``edenrl.modules.RMAActor``."""
-        return {
-            "hidden": self.actor_hidden,
-            "scan_hidden": self.scan_hidden,
-            "priv_hidden": self.priv_hidden,
-            "estimator_hidden": self.estimator_hidden,
-            "tanh": self.tanh,
-            "init_std": self.init_std,
-        }
+        encoders = self.pick("scan_hidden", "priv_hidden", "estimator_hidden")
+        return {"hidden": self.actor_hidden, **encoders, **self.pick("tanh", "init_std")}
 
-    def critic_options(self) -> dict[str, Any]:
-        """Options of ``edenrl.modules.value_critic``."""
-        return {
-            "hidden": self.critic_hidden,
-            "activation": self.activation,
-            "normalize": self.normalize_observations,
-        }
+    def acting_options(self) -> dict[str, Any]:
+        """Options of ``edenrl.modules.rma_policy`` for the policy that collects."""
+        return {"latent": "switched", "estimated": self.train_with_estimated_states}
 
-    def loss_options(self) -> dict[str, Any]:
-        """Options of ``edenrl.objectives.RMALoss`` that are those of PPO."""
-        names = ("clip_epsilon", "entropy_coeff", "critic_coeff", "clip_value", "action_bound_coeff")
-        options = {name: getattr(self, name) for name in names}
-        return options | {"normalize_advantage": self.normalize_advantage == "minibatch"}
-
-    def check_length(self, iterations: int) -> None:
+    def warn(self, device: str, iterations: int) -> None:
         """Warns of a run that ends before the history encoder, part of what is deployed, learns anything."""
         if iterations < self.dagger_update_freq:
             _log.warning(

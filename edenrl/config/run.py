@@ -138,6 +138,40 @@ class RunConfig(Config):
     logger: LoggerConfig = Field(default_factory=LoggerConfig)
     """Logging."""
 
+    @property
+    def algorithm_name(self) -> str:
+        """The name of the algorithm, as in checkpoints and default run directories."""
+        return str(self._of_algorithm("name", "run"))
+
+    @property
+    def frames_per_rollout(self) -> int:
+        """Environment steps per iteration, all environments of one process together."""
+        return self.env.num_envs * int(self._of_algorithm("steps_per_env", 1))
+
+    def num_iterations(self, processes: int = 1) -> int:
+        """Iterations of the whole run: a budget that ``algorithm.updates`` gives, or that of ``total_frames``.
+
+        Args:
+            processes: processes that train together, each on ``env.num_envs`` environments.
+        """
+        given = self._of_algorithm("updates")
+        return given or math.ceil(self.total_frames / (self.frames_per_rollout * processes))
+
+    def warn(self, device: str, iterations: int) -> None:
+        """Logs what is allowed and will disappoint, as far as the algorithm knows of it.
+
+        Args:
+            device: type of the device, such as "cpu".
+            iterations: iterations of the whole run.
+        """
+        warn = self._of_algorithm("warn")
+        if warn is not None:
+            warn(device, iterations)
+
+    def _of_algorithm(self, field: str, default: Any = None) -> Any:
+        """A field of the algorithm, which only the scripts' configurations have."""
+        return getattr(getattr(self, "algorithm", None), field, default)
+
     @model_validator(mode="after")
     def _check_folders(self) -> RunConfig:
         if self.resume is not None and self.run_dir is not None:
@@ -162,8 +196,7 @@ class RunConfig(Config):
 
     @model_validator(mode="after")
     def _check_minibatches(self) -> RunConfig:
-        algorithm = getattr(self, "algorithm", None)
-        steps, parts = getattr(algorithm, "steps_per_env", None), getattr(algorithm, "num_minibatches", None)
+        steps, parts = self._of_algorithm("steps_per_env"), self._of_algorithm("num_minibatches")
         if steps is None or parts is None or self.env.num_envs * steps % parts == 0:
             return self
         frames = self.env.num_envs * steps
@@ -177,7 +210,7 @@ class RunConfig(Config):
 
     @model_validator(mode="after")
     def _check_groups(self) -> RunConfig:
-        size, num_envs = getattr(getattr(self, "algorithm", None), "group_size", None), self.env.num_envs
+        size, num_envs = self._of_algorithm("group_size"), self.env.num_envs
         if size is None or num_envs % size == 0:
             return self
         fewer, more = num_envs // size * size, -(-num_envs // size) * size

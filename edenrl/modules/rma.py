@@ -276,6 +276,12 @@ class RMAComposition(nn.Module):
             self.register_buffer("switch", torch.tensor(False))
 
     @property
+    def privileged_groups(self) -> tuple[NestedKey, ...]:
+        """The entries that a critic reads beside this actor: everything but a history that has a key of its own."""
+        keys = [key for name, key in self.keys.items() if name != "history" or self.flat is not None]
+        return tuple(dict.fromkeys(keys))
+
+    @property
     def source(self) -> dict[str, NestedKey] | NestedKey:
         """Where the chunks are, as ``keys`` were given: by chunk, or the one key of all."""
         return self.keys if self.flat is None else self.flat

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torchrl.checkpoint import Checkpoint, CheckpointError, CheckpointRotation, StateDictCheckpointAdapter
 
-__all__ = ["Checkpoints", "load_policy_weights", "load_weights"]
+__all__ = ["Checkpoints", "has_checkpoint", "load_policy_weights", "load_weights"]
 
 
 class _Rotation(CheckpointRotation):
@@ -140,6 +140,16 @@ class Checkpoints:
         if self.rotation.directory.is_dir():
             for leftover in self.rotation.directory.glob(f".{self.rotation.prefix}-*"):
                 shutil.rmtree(leftover, ignore_errors=True)
+
+
+def has_checkpoint(run_dir: str | Path) -> bool:
+    """Whether a run directory holds a complete checkpoint.
+
+    Examples:
+        >>> has_checkpoint("no-such-run")
+        False
+    """
+    return _Rotation(Path(run_dir) / "checkpoints", keep_last=1).latest() is not None
 
 
 def load_policy_weights(policy: nn.Module, run_dir: str | Path, which: str = "best") -> Path:

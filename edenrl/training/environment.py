@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,15 @@ from edenrl.envs import make_env, wrap_env
 from edenrl.modules import make_actor, observation_groups, value_critic
 from edenrl.training.evaluation import evaluate
 
-__all__ = ["append_primers", "build_env", "collector_options", "evaluate_run", "make_critic", "make_policy"]
+__all__ = [
+    "append_primers",
+    "build_env",
+    "evaluate_run",
+    "make_critic",
+    "make_policy",
+    "symmetry_mirrors",
+    "collector_options",
+]
 
 
 def build_env(
@@ -67,12 +76,16 @@ def make_policy(cfg: Any, env: EnvBase) -> ProbabilisticTensorDictSequential:
     )
 
 
-def make_critic(cfg: Any, env: EnvBase) -> TensorDictModule:
+def make_critic(
+    cfg: Any, env: EnvBase, *, groups: Sequence[str] | None = None, num_values: int = 1
+) -> TensorDictModule:
     """The value network that ``cfg.algorithm`` describes, beside ``make_policy``.
 
     Args:
         cfg: a configuration whose ``algorithm`` has the critic's groups, widths, activation and normalization.
         env: the environment whose observations it is for.
+        groups: what it reads where ``cfg.algorithm.critic_groups`` names nothing. Default: every group.
+        num_values: values that it estimates.
 
     Examples:
         >>> from types import SimpleNamespace
@@ -83,11 +96,31 @@ def make_critic(cfg: Any, env: EnvBase) -> TensorDictModule:
     """
     algo = cfg.algorithm
     return value_critic(
-        observation_groups(env.observation_spec, algo.critic_groups),
+        observation_groups(env.observation_spec, algo.critic_groups or groups),
+        num_values=num_values,
         hidden=algo.critic_hidden,
         activation=algo.activation,
         normalize=algo.normalize_observations,
     )
+
+
+def symmetry_mirrors(cfg: Any, env: EnvBase, use: bool | str = True) -> dict[str, Any] | None:
+    """The mirrors that an environment publishes, or None where ``cfg.algorithm.symmetry`` asks for something else.
+
+    Args:
+        cfg: a configuration whose ``algorithm`` has ``symmetry``.
+        env: the environment; without mirrors the result is empty, and what needs them refuses it.
+        use: the value of ``symmetry`` that asks for them.
+
+    Examples:
+        >>> from types import SimpleNamespace
+        >>> cfg = SimpleNamespace(algorithm=SimpleNamespace(symmetry=False))
+        >>> symmetry_mirrors(cfg, make_env("PointMass", 2)) is None
+        True
+    """
+    if cfg.algorithm.symmetry != use:
+        return None
+    return dict(getattr(env, "mirrors", {}))
 
 
 def _build(env: EnvConfig, num_envs: int, device: torch.device | str, seed: int) -> EnvBase:

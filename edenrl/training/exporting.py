@@ -69,10 +69,14 @@ def export_run(
         env.close(raise_if_closed=False)
 
 
-def require_export(components: Mapping[str, Any]) -> None:
-    """Refuses ``--export`` before training when it could not work after it."""
+def require_export(components: Mapping[str, Any] | None = None) -> None:
+    """Refuses ``--export`` before training when it could not work after it.
+
+    Args:
+        components: the parts of the run; None: they are not built yet, and only the packages are looked for.
+    """
     check_formats(_FORMATS)
-    if "policy" not in components:
+    if components is not None and "policy" not in components:
         raise ValueError(
             f"export=True exports the run's component 'policy', and this run has {sorted(components)}. Name the policy "
             "so, or leave --export out and call edenrl.export.export_policy."

@@ -1,480 +1,410 @@
-"""A run: its directory, its checkpoints, its log, and the loop over iterations that survives interruption."""
+"""A run: what every training script needs around its networks, its loss and its update."""
 
 from __future__ import annotations
 
 import contextlib
-import math
-import os
-import random
-import shlex
-import signal
-import sys
 import time
-import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import IO, Any
+from types import TracebackType
+from typing import Any
 
-import numpy as np
-import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
-from torchrl.checkpoint import Checkpoint, CheckpointError, GlobalRNGState
+from torchrl.envs import EnvBase, TransformedEnv
 
 from edenrl import distributed
-from edenrl.config import RunConfig, load_config, refuse_changes, save_config
-from edenrl.envs import action_saturation
+from edenrl.config import RunConfig
+from edenrl.envs import action_box, wrap_env
 from edenrl.optim import GradientStep
-from edenrl.training.checkpoint import Checkpoints
+from edenrl.training.checkpoint import has_checkpoint, load_weights
+from edenrl.training.environment import build_env, collector_options, evaluate_run
 from edenrl.training.exporting import export_run, require_export
-from edenrl.training.loggers import RunLogger
-from edenrl.training.progress import Progress, format_table
+from edenrl.training.folder import RunFolder
+from edenrl.training.metrics import IterationMetrics
+from edenrl.training.optimization import Trained, build_gradient_step
+from edenrl.training.progress import format_table
+from edenrl.training.reports import evaluation_rows, resume_command
+from edenrl.training.startup import setup
+from edenrl.training.stopping import StopRequest
 
-try:
-    import fcntl
-except ImportError:  # Windows: two processes in one run directory go unnoticed
-    fcntl = None  # type: ignore[assignment]
-
-__all__ = ["Run", "average", "rollout_metrics", "run_script", "setup"]
-
-# torchrun passes a signal on that a terminal has already sent to every process.
-_ONE_PRESS = 2.0
-
-
-def setup(cfg: RunConfig) -> torch.device:
-    """Seeds Python, NumPy and torch, sets the thread count, and returns the device that ``cfg.device`` means.
-
-    Under ``torchrun`` it joins the other processes first; each seeds with ``cfg.seed`` plus its rank and takes a GPU of
-    its own, see ``edenrl.distributed``.
-    """
-    if cfg.num_threads is not None:
-        torch.set_num_threads(cfg.num_threads)
-    try:
-        device = torch.empty(0, device=distributed.local_device(cfg.device)).device
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device={cfg.device!r} cannot be used here ({error}). Set --device cpu.") from None
-    distributed.start(device, cfg.process_timeout)
-    seed = cfg.seed + distributed.rank()
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-    return device
-
-
-@torch.no_grad()
-def average(metrics: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Means of scalar tensors over a list of dictionaries, still on their device.
-
-    Values that are not finite (of a dropped update) are left out.
-
-    Examples:
-        >>> average([{"loss": torch.tensor(1.0)}, {"loss": torch.tensor(3.0)}])
-        {'loss': tensor(2.)}
-    """
-    stacked = {name: torch.stack([m[name].detach().float() for m in metrics]) for name in metrics[0]}
-    return {name: values.where(values.isfinite(), math.nan).nanmean() for name, values in stacked.items()}
-
-
-@torch.no_grad()
-def rollout_metrics(rollout: TensorDictBase, box: tuple[Tensor, Tensor] | None = None) -> dict[str, Tensor]:
-    """What a rollout says about behaviour, as scalar tensors.
-
-    ``episode/return``, ``episode/length``, ``episode/success_rate`` and one entry per ``("next", "metrics", name)`` are
-    means over the episodes that ended in it (NaN when none did), ``episode/count`` is their number. With ``box``,
-    ``action_saturation`` is the share of action components at or beyond a bound.
-
-    Args:
-        rollout: data of any batch shape with ``("next", "done")`` and, from ``edenrl.envs.wrap_env``,
-            ``("next", "episode_reward")`` and ``("next", "step_count")``.
-        box: bounds of the action as ``edenrl.envs.action_box`` returns them.
-    """
-    ended = rollout["next"]
-    done = ended["done"].flatten()
-    sources = {"return": ended.get("episode_reward", None), "length": ended.get("step_count", None)}
-    sources |= dict(ended["metrics"].items()) if "metrics" in ended.keys() else {}
-    out = {"episode/count": done.sum().float()}
-    for name, value in sources.items():
-        if value is not None and value.numel() == done.numel():
-            # A running episode may hold anything, NaN too; one that ended with NaN must show it.
-            total = value.flatten().double().where(done, 0.0).sum()
-            out[f"episode/{'success_rate' if name == 'success' else name}"] = total / done.sum()
-    if box is not None:
-        out["action_saturation"] = action_saturation(rollout["action"], box)
-    return out
-
-
-def _lock(path: Path) -> IO[str]:
-    """Holds a run directory for this process; the system lets go of it however the process ends."""
-    while True:
-        file = open(path, "w")
-        if fcntl is None:
-            return file
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Its owner may have removed the file between the two calls above: such a lock would keep nobody out.
-            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
-                return file
-        except FileNotFoundError:
-            pass
-        except BlockingIOError:
-            file.close()
-            raise BlockingIOError(
-                f"Another process is training in {path.parent}. Wait for it or stop it, or choose another --run_dir."
-            ) from None
-        file.close()
-
-
-class _Silent:
-    """Logger and progress of a process that leaves both to the first one: takes any call, does nothing."""
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *args, **kwargs: None
+__all__ = ["Run"]
 
 
 class Run:
-    """The frame of a training script: iterate over it, log into it, and it does the rest.
+    """The frame of a training script. The script builds networks and a loss and writes the update; a run does the rest.
 
-    Entering creates the run directory (``config.json`` first) or, with ``cfg.resume``, restores the newest checkpoint.
-    Iterating yields iteration numbers, each once over all resumptions, and after the body of each writes progress and,
-    ten times a run by default, evaluates and saves a checkpoint. The first Ctrl-C (or SIGTERM) ends the iteration,
-    saves and leaves with exit status 130; the second ends at once. A process killed at any instant can be resumed from
-    the previous checkpoint.
+    Entering the run sets seeds, threads and the device. The script then builds its parts: ``env`` gives the
+    environment, ``keep`` names what a checkpoint must hold, ``gradient_step`` adds an optimizer with its schedule.
+    The first iteration creates the run directory or, with ``cfg.resume``, restores the newest checkpoint: wrong input
+    that the parts refuse leaves no directory behind. After each iteration the run writes metrics and progress. Ten
+    times a run, by default, it evaluates the policy and saves a checkpoint.
 
-    Processes that train together (``torchrun``) start with the first one's parameters, stop at the same iteration when
-    any of them is asked to, and resume each in its own state; metrics are averaged over them, and only the first
-    evaluates, prints and writes.
+    The first Ctrl-C (or SIGTERM) ends the iteration, saves, and leaves with exit status 130. The second ends at once. A
+    run that is killed at any moment resumes from the checkpoint before.
+
+    Processes that train together (``torchrun``) start with the first one's parameters and stop at the same iteration.
+    Each resumes in its own state. Metrics are averaged over them; only the first evaluates, prints and writes.
 
     Args:
-        cfg: the resolved configuration.
-        algorithm: the algorithm's name, stamped on checkpoints.
-        components: everything that must continue: networks, optimizers, the GradientStep, the collector. Random states
-            and counters are added.
+        cfg: the configuration.
+        algorithm: the name that checkpoints are stamped with. Default ``cfg.algorithm_name``.
+        iterations: iterations of the whole run. Default: as many as ``cfg.total_frames`` asks for.
+        frames_per_iteration: environment steps per iteration, all environments of this process together. Default
+            ``cfg.frames_per_rollout``.
+        evaluate: returns evaluation metrics; ``cfg.evaluation.metric`` decides which checkpoint is the best. Default:
+            the component "policy" plays episodes of the environment, if ``env`` was asked for.
+
+    Attributes:
+        cfg: the configuration.
+        device: the device of networks and environments.
+        dir: the run directory.
+        leads: whether this process is the one that writes, prints and evaluates.
+        iteration: iterations that are done.
         iterations: iterations of the whole run.
-        frames_per_iteration: environment steps per iteration, all environments of this process together.
-        evaluate: returns evaluation metrics; ``cfg.evaluation.metric`` decides which checkpoint is the best.
-        unit: what ``frames_per_iteration`` counts, for display. With "updates" and 1 a run has a budget in updates; log
-            the environment steps as ``frames``.
+
+    Raises:
+        ValueError: for a device that cannot be used, or what ``cfg.resume`` cannot change.
+        FileExistsError: when the run directory already holds a run.
+        BlockingIOError: when another process trains in the run directory.
 
     Examples:
-        ``examples/train_ppo.py`` is one; its loop is ``with run: for iteration in run: ...; run.log(metrics)``.
+        ``examples/train_ppo.py`` is one. Without an environment, a loop of one's own:
+
+        >>> import tempfile, torch
+        >>> cfg = RunConfig(run_dir=tempfile.mkdtemp(), quiet=True)
+        >>> with Run(cfg, "Parabola", iterations=3, frames_per_iteration=1) as run:
+        ...     net = run.keep(net=nn.Linear(1, 1))
+        ...     optimizer = run.keep(optimizer=torch.optim.SGD(net.parameters(), lr=0.1))
+        ...     for iteration in run:
+        ...         optimizer.zero_grad()
+        ...         loss = net(torch.ones(1)).square().sum()
+        ...         loss.backward()
+        ...         optimizer.step()
+        ...         run.record({"loss": loss})
     """
 
     def __init__(
         self,
         cfg: RunConfig,
-        algorithm: str,
-        components: Mapping[str, Any],
+        algorithm: str | None = None,
         *,
-        iterations: int,
-        frames_per_iteration: int,
+        iterations: int | None = None,
+        frames_per_iteration: int | None = None,
         evaluate: Callable[[], dict[str, float]] | None = None,
-        unit: str = "frames",
     ) -> None:
-        workers = [getattr(component, "num_workers", None) for component in components.values()]
-        if cfg.collector != "single" and cfg.num_workers not in workers:
-            raise ValueError(
-                f"This script collects in one process, not with {cfg.collector!r}. Set --collector single."
-            )
-        self.cfg, self.algorithm, self.iterations = cfg, algorithm, iterations
-        # Updates are taken together, frames by each process for itself.
-        processes = distributed.world_size() if unit == "frames" else 1
-        self.frames_per_iteration, self._evaluate, self.unit = frames_per_iteration * processes, evaluate, unit
-        self._leads = distributed.rank() == 0
-        stamp = distributed.from_first(time.strftime("%Y%m%d-%H%M%S"))
-        env_name = "".join(c if c.isalnum() or c in "-_." else "_" for c in cfg.env.name)
-        self.dir = Path(cfg.resume or cfg.run_dir or f"runs/{algorithm.lower()}-{env_name}-s{cfg.seed}-{stamp}")
+        self.cfg: Any = cfg  # a script's configuration has an ``algorithm``, which RunConfig does not declare
+        self.algorithm = cfg.algorithm_name if algorithm is None else algorithm
+        self._evaluate = evaluate
+        self._extra_evaluation: Callable[[], dict[str, float]] | None = None
+        self._asked = iterations, frames_per_iteration
+        self.unit = "frames"
         self.iteration = 0
         self.elapsed = 0.0
         self.evaluation: dict[str, float] = {}
-        self._modules = [component for component in components.values() if isinstance(component, nn.Module)]
-        # What training keeps equal in all processes is saved once, everything else for each of them.
-        shared = (nn.Module, torch.optim.Optimizer, GradientStep)
-        own = {name: c for name, c in {**components, "rng": GlobalRNGState()}.items() if not isinstance(c, shared)}
-        self._own = {name: distributed.PerProcess(component) for name, component in own.items()}
-        self.checkpoints = Checkpoints(
-            self.dir / "checkpoints",
-            {**components, "run": self, **self._own},
-            algorithm=algorithm,
-            keep_last=cfg.checkpoint.keep_last,
-            best_metric=cfg.evaluation.metric,
-            best_mode=cfg.evaluation.mode,
-        )
-        self.interval = cfg.checkpoint.interval_iterations or max(iterations // 10, 1)
-        self.evaluation_interval = cfg.evaluation.interval_iterations or self.interval
-        self._stop: str | None = None
-        self._parent = os.getppid()
-        self._lock: IO[str] | None = None
-        self._handlers: dict[int, Any] = {}
-        self._stop_asked = -math.inf
-        self._ending = False
-        # Only the first process replaces them, on entering.
-        self.logger: Any = _Silent()
-        self.progress: Any = _Silent()
-        self._row: dict[str, float] = {}
+        self._components: dict[str, Any] = {}
+        self._restarts: list[Callable[[int], None]] = []
+        self._batches: dict[int, Iterator[TensorDictBase]] = {}
+        self._metrics = IterationMetrics()
         self._exported: Mapping[str, Path] = {}
-        if cfg.export:
-            require_export(components)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Counters (the checkpoint's "run" component)."""
-        return {"iteration": self.iteration, "elapsed": self.elapsed + time.monotonic() - self._began}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores the counters."""
-        self.iteration, self.elapsed = state["iteration"], state["elapsed"]
+        self._begun = self._ending = False
 
     def __enter__(self) -> Run:
         cfg = self.cfg
         self._began = time.monotonic()
-        if cfg.resume is None and self._leads and (self.dir / "config.json").exists():
-            raise FileExistsError(
-                f"{self.dir} already holds a run. Continue it with --resume {self.dir}, or choose another --run_dir."
-            )
-        if self._leads:
-            self.dir.mkdir(parents=True, exist_ok=True)
-            self._lock = _lock(self.dir / ".lock")
-        # Until the first process holds the directory it may be another run's, in which nobody leaves a report.
-        distributed.from_first(None)
-        try:
-            self._refuse_resume()
-        except BaseException:  # no fault of the run: no report in its directory
-            self._unlock()
-            raise
-        try:
-            self._begin()
-            self._catch_signals()
-        except BaseException as error:
-            self._report(error)
-            self._unlock()
-            raise
+        if cfg.export:
+            require_export()
+        self.device = setup(cfg)
+        self.leads = distributed.rank() == 0
+        iterations, frames = self._asked
+        processes = distributed.world_size()
+        self.iterations = cfg.num_iterations(processes) if iterations is None else iterations
+        self.frames_per_iteration = (cfg.frames_per_rollout if frames is None else frames) * processes
+        cfg.warn(self.device.type, self.iterations)
+        stamp = distributed.from_first(time.strftime("%Y%m%d-%H%M%S"))
+        env_name = "".join(c if c.isalnum() or c in "-_." else "_" for c in cfg.env.name)
+        default = f"runs/{self.algorithm.lower()}-{env_name}-s{cfg.seed}-{stamp}"
+        self.dir = Path(cfg.resume or cfg.run_dir or default)
+        self.interval = cfg.checkpoint.interval_iterations or max(self.iterations // 10, 1)
+        self.evaluation_interval = cfg.evaluation.interval_iterations or self.interval
         return self
 
-    def _begin(self) -> None:
-        """What entering does while it holds the directory."""
-        cfg, config = self.cfg, self.dir / "config.json"
-        if self._leads:
-            self.checkpoints.sweep()
-        resumed = distributed.from_first(cfg.resume is not None and self.checkpoints.latest() is not None)
-        if resumed:
-            self.checkpoints.load()
-            self._began = time.monotonic()
-        distributed.broadcast_modules(self._modules)
-        if not self._leads:
-            return
-        # Where the run lies is not part of it: the file must fit a moved run, and a new run that starts from it.
-        once: dict[str, Any] = {"resume": None, "run_dir": None, "resume_schedule": "restore"}
-        save_config(cfg.model_copy(update=once), config)
-        for report in self.dir.glob("error*.txt"):
-            report.unlink()
-        self.logger = RunLogger(
-            self.dir,
-            kind=cfg.logger.kind,
-            first=self.iteration,
-            name=self.dir.name,
-            project=cfg.logger.project,
-            wandb_mode=cfg.logger.wandb_mode,
-            config=cfg.model_dump(mode="json"),
-        )
-        self.progress = Progress(
-            self.dir / "progress.json",
-            self.iterations * self.frames_per_iteration,
-            self.iteration * self.frames_per_iteration,
-            quiet=cfg.quiet,
-            shown={"episode/return": "return", "episode/success_rate": "success", "eval/return_mean": "evaluated"},
-            unit=self.unit,
-        )
-        if resumed:
-            self.progress.say(f"Resumed {self.dir} at iteration {self.iteration} of {self.iterations}.")
-        elif cfg.resume is not None:
-            self.progress.say(f"{self.dir} has no checkpoint yet: starting from the beginning with its config.json.")
+    def env(self) -> EnvBase:
+        """The environment of ``cfg.env`` as its simulator made it: networks are built from its exact specs."""
+        env = build_env(self.cfg, self.device)
+        self._metrics.box = action_box(env)
+        if self._evaluate is None:
+            self._evaluate = self._evaluate_policy
+        return env
 
-    def _catch_signals(self) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            # Only the main thread may install handlers; elsewhere Ctrl-C keeps its default meaning.
-            with contextlib.suppress(ValueError):
-                self._handlers[number] = signal.signal(number, self._request_stop)
+    def training_env(self, env: EnvBase) -> TransformedEnv:
+        """The environment as a learner sees it: actions within bounds, scaled rewards, episode statistics."""
+        return wrap_env(env, action_mode=self.cfg.env.action_mode, reward_scale=self.cfg.env.reward_scale)
 
-    def _refuse_resume(self) -> None:
-        config, path = self.dir / "config.json", self.checkpoints.latest()
-        if self.cfg.resume is None:
-            return
-        if config.exists():
-            refuse_changes(load_config(type(self.cfg), config), self.cfg, str(config))
-        present = distributed.world_size()
-        saved = present if path is None else Checkpoint.manifest(path)["metadata"].get("processes", 1)
-        if saved != present:
-            how = f"torchrun --nproc_per_node {saved}" if saved > 1 else "python, without torchrun"
-            raise ValueError(
-                f"{path} was saved by {saved} process(es), this run has {present}: environments and random states "
-                f"belong to their process. Resume it with {how}."
-            )
+    def collector_options(self, steps: int | None = None) -> dict[str, Any]:
+        """Options of ``edenrl.collectors.make_collector`` for the workers of ``cfg``.
+
+        Args:
+            steps: steps of each environment per batch. Default: ``cfg.algorithm.steps_per_env``, a whole rollout.
+        """
+        frames = self.cfg.frames_per_rollout if steps is None else self.cfg.env.num_envs * steps
+        return {"frames_per_batch": frames, **collector_options(self.cfg)}
+
+    def keep(self, **components: Any) -> Any:
+        """Names the parts that must continue on resume, and moves networks to the run's device.
+
+        Random states, counters and what ``gradient_step`` makes are kept by themselves.
+
+        Args:
+            components: networks, optimizers, collectors, buffers: anything with ``state_dict`` and
+                ``load_state_dict``. The one called "policy" is evaluated and exported.
+
+        Returns:
+            The components in the given order; a single one by itself.
+        """
+        if self._begun:
+            raise RuntimeError(f"keep({', '.join(components)}) comes too late: name components before the first step.")
+        if taken := components.keys() & self._components.keys():
+            raise ValueError(f"The run already keeps {sorted(taken)}; give the new ones other names.")
+        for component in components.values():
+            if isinstance(component, nn.Module):
+                component.to(self.device)
+        self._components.update(components)
+        kept = tuple(components.values())
+        return kept[0] if len(kept) == 1 else kept
+
+    def gradient_step(
+        self,
+        loss: nn.Module,
+        trained: Mapping[str, Trained] | None = None,
+        *,
+        name: str = "step",
+        **options: Any,
+    ) -> GradientStep:
+        """A ``GradientStep`` with the optimizer, schedule and clipping of ``cfg.algorithm``, kept in checkpoints.
+
+        With ``--resume_schedule restart`` the schedule starts anew over the updates that are left, and an optimizer
+        without a schedule returns to the rate it was built with.
+
+        Args:
+            loss: the LossModule.
+            trained: by the name that its optimizer has in a checkpoint: an optimizer, or parameters that get one as
+                ``cfg.algorithm`` says. Default: all of ``loss.parameter_groups()`` in one, "optimizer".
+            name: the step's name in a checkpoint.
+            options: ``lr``, learning rates by name of optimizers that do not begin with ``cfg.algorithm.lr``;
+                ``schedule``, whether the first optimizer follows ``cfg.algorithm.lr_schedule`` (default True);
+                ``updates``, which the schedule spans in the whole run (default: those of ``cfg.algorithm``);
+                ``every``, for a step that is taken at one of so many of them; and options of ``GradientStep`` that
+                differ from ``cfg.algorithm``'s.
+        """
+        step, restart = build_gradient_step(self.cfg.algorithm, loss, trained, iterations=self.iterations, **options)
+        self._restarts.append(restart)
+        self._metrics.steps.append(step)
+        self.keep(**step.optimizers, **{name: step})
+        return step
+
+    def add_evaluation(self, measure: Callable[[], dict[str, float]]) -> None:
+        """Adds metrics of one's own to those of each evaluation."""
+        self._extra_evaluation = measure
+
+    def count_updates(self) -> None:
+        """Gives the budget in updates and not in frames, for environments that schedule their rollouts themselves."""
+        self.unit, self.frames_per_iteration = "updates", 1
+
+    @property
+    def is_new(self) -> bool:
+        """Whether the run starts from the beginning: there is no checkpoint to continue from."""
+        return self.cfg.resume is None or not has_checkpoint(self.dir)
 
     @property
     def remaining(self) -> int:
         """Iterations still to do."""
         return max(self.iterations - self.iteration, 0)
 
-    def _request_stop(self, number: int, frame: FrameType | None) -> None:
-        if self._stop is not None:
-            if distributed.world_size() > 1 and time.monotonic() - self._stop_asked < _ONE_PRESS:
-                return
-            raise KeyboardInterrupt
-        self._stop, self._stop_asked = signal.Signals(number).name, time.monotonic()
-        self.progress.say("Stopping after this iteration; once more to stop at once.")
+    def start_from(self, run_dir: str | Path | None, *names: str, which: str = "latest") -> None:
+        """Gives components the weights that another run's have; a run that is resumed has its own.
+
+        Args:
+            run_dir: the other run's directory; None: nothing happens.
+            names: components, such as "policy" and "critic".
+            which: as for ``load_weights``.
+        """
+        if run_dir is not None and self.is_new:
+            load_weights({name: self._components[name] for name in names}, run_dir, which)
+
+    def begin(self) -> None:
+        """Creates the run directory, or restores the newest checkpoint; the first iteration does it where nobody has.
+
+        Call it to look at restored parts, or to write into the run directory, before the first iteration.
+        """
+        if self._begun:
+            return
+        cfg = self.cfg
+        self._check_components()
+        self.folder = RunFolder(cfg, self.algorithm, self.dir, self._components, {"run": self})
+        self.folder.acquire()
+        try:
+            resumed = self.folder.restore()
+            self._began = time.monotonic()
+            distributed.broadcast_modules([c for c in self._components.values() if isinstance(c, nn.Module)])
+            total, done = (n * self.frames_per_iteration for n in (self.iterations, self.iteration))
+            self.folder.open_outputs(self.iteration, done, total, self.unit)
+            self._say_where_it_starts(resumed)
+            self._stop = StopRequest(self.folder.say)
+            self._stop.catch_signals()
+            if cfg.resume and cfg.resume_schedule == "restart":
+                for restart in self._restarts:
+                    restart(self.remaining)
+        except BaseException as error:
+            self.folder.close("failed", error, self._where())
+            raise
+        self._begun = True
 
     def __iter__(self) -> Iterator[int]:
+        self.begin()
         while self.iteration < self.iterations and not self._ending:
-            self._row = {}
+            self._metrics.clear()
             yield self.iteration
             self._finish_iteration()
 
+    def rollouts(self, collector: Iterable[TensorDictBase]) -> Iterator[TensorDictBase]:
+        """One rollout per iteration, until the run is complete.
+
+        Args:
+            collector: yields rollouts for ever, ``[N, T]`` each. What it must be restored to is kept with ``keep``.
+        """
+        for _ in self:
+            yield self.collect(collector)
+
+    def collect(self, collector: Iterable[TensorDictBase]) -> TensorDictBase:
+        """The next rollout of a collector; its episodes and actions enter the metrics of this iteration."""
+        if id(collector) not in self._batches:
+            self._batches[id(collector)] = iter(collector)
+        rollout = next(self._batches[id(collector)])
+        self.watch(rollout)
+        return rollout
+
+    def watch(self, rollout: TensorDictBase) -> None:
+        """Adds the episodes and actions of a rollout to the metrics of this iteration; ``collect`` does it itself."""
+        self._metrics.watch(rollout)
+
+    def record(self, *metrics: Mapping[str, Tensor] | TensorDictBase, **named: Tensor) -> None:
+        """Adds the metrics of one update. The row of the iteration gets the mean of each name over the updates."""
+        self._metrics.record(*metrics, named)
+
+    def mean(self, name: str) -> float:
+        """Mean of a recorded metric over the updates of this iteration so far, on the host; NaN without any."""
+        return self._metrics.mean(name)
+
     def log(self, *metrics: Mapping[str, Tensor | float]) -> None:
-        """Adds scalars to the current iteration's row. Tensors are moved to the host here, all at once."""
-        merged = {name: value for group in metrics for name, value in group.items()}
-        tensors = {name: value for name, value in merged.items() if isinstance(value, Tensor)}
-        if tensors:
-            device = next(iter(tensors.values())).device
-            stacked = [value.detach().reshape(()).to(device, torch.float64) for value in tensors.values()]
-            values = torch.stack(stacked).tolist()
-            merged.update(zip(tensors, values, strict=True))
-        self._row.update({name: float(value) for name, value in merged.items()})
+        """Adds scalars to the row of this iteration as they are. Tensors move to the host when it ends, all at once."""
+        self._metrics.log(*metrics)
+
+    def _check_components(self) -> None:
+        cfg = self.cfg
+        workers = [getattr(component, "num_workers", None) for component in self._components.values()]
+        if cfg.collector != "single" and cfg.num_workers not in workers:
+            raise ValueError(
+                f"This script collects in one process, not with {cfg.collector!r}. Set --collector single."
+            )
+        if cfg.export:
+            require_export(self._components)
+
+    def _say_where_it_starts(self, resumed: bool) -> None:
+        if resumed:
+            self.folder.say(f"Resumed {self.dir} at iteration {self.iteration} of {self.iterations}.")
+        elif self.cfg.resume is not None:
+            self.folder.say(f"{self.dir} has no checkpoint yet: starting from the beginning with its config.json.")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counters (the checkpoint's "run" component)."""
+        return {"iteration": self.iteration, "elapsed": self._seconds()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores the counters."""
+        self.iteration, self.elapsed = state["iteration"], state["elapsed"]
 
     def _finish_iteration(self) -> None:
+        row = self._metrics.row()
         self.iteration += 1
         last = self.iteration == self.iterations
         evaluated = self._evaluate is not None and (last or self.iteration % self.evaluation_interval == 0)
         due = last or evaluated or self.iteration % self.interval == 0
-        if evaluated and self._evaluate is not None and self._leads:
+        if evaluated and self._evaluate is not None and self.leads:
             self.evaluation = self._evaluate()
-            self._row.update({f"eval/{name}": value for name, value in self.evaluation.items()})
-        if self._stop is None and distributed.world_size() > 1 and os.getppid() != self._parent:
-            # torchrun was killed outright: nobody would end these processes, and they hold the run directory.
-            self._stop = "end of the launcher"
-            self.progress.say("torchrun has ended: stopping after this iteration.")
+            if self._extra_evaluation is not None:
+                self.evaluation |= self._extra_evaluation()
+            row |= {f"eval/{name}": value for name, value in self.evaluation.items()}
+        self._stop.check_launcher()
         # One exchange for the metrics and for the decision to stop, which all processes must take together.
-        everyone = distributed.exchange((self._row, self._stop))
-        self._ending = any(stop is not None for _, stop in everyone)
-        self._row = distributed.average_rows([row for row, _ in everyone])
+        everyone = distributed.exchange((row, self._stop.reason))
+        self._ending = any(reason is not None for _, reason in everyone)
+        row = distributed.average_rows([row for row, _ in everyone])
         frames = self.iteration * self.frames_per_iteration
         # The row is written before the checkpoint: a crash between the two is mended by dropping rows on resume.
-        seconds = self.elapsed + time.monotonic() - self._began
-        self.logger.write(self.iteration - 1, {"frames": frames, "seconds": round(seconds, 2), **self._row})
+        self.folder.write(self.iteration - 1, {"frames": frames, "seconds": round(self._seconds(), 2), **row})
         if due or self._ending:
-            self._save(evaluated)
-        self.progress.update(frames, self._row)
+            self.folder.save(self.iteration, frames, self.evaluation if evaluated else None)
+        self.folder.show(frames, row)
 
-    def _save(self, evaluated: bool) -> None:
-        for component in self._own.values():
-            component.collect()
-        if not self._leads:
-            return
-        name = self.cfg.evaluation.metric
-        score = self.evaluation.get(name, math.nan) if evaluated else math.nan
-        metric = {} if math.isnan(score) else {name: score}
-        frames = self.iteration * self.frames_per_iteration
-        self.checkpoints.save(self.iteration, frames=frames, processes=distributed.world_size(), **metric)
-        # Only now: a mistyped name must not cost the iterations up to here.
-        if evaluated and name not in self.evaluation:
-            raise ValueError(
-                f"evaluation.metric is {name!r}; this evaluation measures {sorted(self.evaluation)}. Nothing is lost: "
-                f"continue with --resume {self.dir} --evaluation.metric NAME."
-            )
+    def _evaluate_policy(self) -> dict[str, float]:
+        return evaluate_run(self.cfg, self._components["policy"], self.device)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        together = distributed.world_size() > 1
-        for number, handler in self._handlers.items():
-            # The end has been asked for; what torchrun passes on late must not disturb it.
-            signal.signal(number, signal.SIG_IGN if together and self._ending else handler)
-        complete = error is None and self.iteration >= self.iterations
-        self.progress.close("complete" if complete else "interrupted" if error is None else "failed")
-        self.logger.close()
+        if self._begun:
+            self._close(error)
+        self._shut_collectors_down(error)
+        if not self._begun or error is not None:
+            return
+        if self.leads and not self.cfg.quiet:
+            print(self.summary(), flush=True)
+        # torchrun ends the others as soon as one has left with an error status: let the first one finish.
+        distributed.exchange(None)
+        if self._ending and self.remaining:
+            raise SystemExit(130)
+
+    def _close(self, error: BaseException | None) -> None:
+        # The end has been asked for; what torchrun passes on late must not disturb it.
+        self._stop.release_signals(ignore=distributed.world_size() > 1 and self._ending)
+        complete = error is None and not self.remaining
         try:
-            if complete and self.cfg.export and self._leads:
-                self._exported = export_run(self.cfg, self.checkpoints.components["policy"], self.dir)
+            if complete and self.cfg.export and self.leads:
+                self._exported = export_run(self.cfg, self._components["policy"], self.dir)
         except Exception as failure:
             error = failure
             raise
         finally:
-            if error is not None:
-                self._report(error)
-            self._unlock()
-        if error is None and self._leads and not self.cfg.quiet:
-            print(self.summary(), flush=True)
-        if error is None:
-            # torchrun ends the others as soon as one has left with an error status: let the first one finish.
-            distributed.exchange(None)
-        if error is None and self._ending and not complete:
-            raise SystemExit(130)
+            state = "complete" if complete and error is None else "interrupted"
+            self.folder.close(state if error is None else "failed", error, self._where())
 
-    def _report(self, error: BaseException) -> None:
-        """Leaves the traceback in the run directory, and on the error what ``run_script`` says about it."""
-        if not isinstance(error, Exception):
-            return
-        path = self.dir / ("error.txt" if self._leads else f"error-{distributed.rank()}.txt")
-        lines = traceback.format_exception(type(error), error, error.__traceback__)
-        with contextlib.suppress(OSError):  # a full disk must not hide the error
-            path.write_text(f"Iteration {self.iteration} of {self.iterations}\n{''.join(lines)}", encoding="utf-8")
-            vars(error)["edenrl_report"] = f"iteration {self.iteration}; the full traceback is in {path}"
+    def _shut_collectors_down(self, error: BaseException | None) -> None:
+        for component in self._components.values():
+            if hasattr(component, "shutdown"):
+                # Of two errors the first is the one to report.
+                with contextlib.suppress(*([] if error is None else [Exception])):
+                    component.shutdown()
 
-    def _unlock(self) -> None:
-        if self._lock is not None:
-            # Removed while it is held: afterwards it could be another process's.
-            (self.dir / ".lock").unlink(missing_ok=True)
-            self._lock.close()
-            self._lock = None
+    def _seconds(self) -> float:
+        """Wall time of the run over all resumptions."""
+        return self.elapsed + time.monotonic() - self._began
+
+    def _where(self) -> str:
+        return f"iteration {self.iteration} of {self.iterations}"
 
     def summary(self) -> str:
         """The table a run ends with."""
-        seconds = self.elapsed + time.monotonic() - self._began
         frames = self.iteration * self.frames_per_iteration
         rows: dict[str, Any] = {
             self.unit: f"{frames:,} of {self.iterations * self.frames_per_iteration:,}",
-            "wall time": f"{seconds:.0f} s ({self.progress.rate:,.0f} {self.unit}/s)",
+            "wall time": f"{self._seconds():.0f} s ({self.folder.rate:,.0f} {self.unit}/s)",
+            **evaluation_rows(self.evaluation),
+            "best checkpoint": self.folder.checkpoints.best() or self.folder.checkpoints.latest() or "none yet",
         }
-        result = self.evaluation
-        if result:
-            rows["evaluation"] = f"{result['episodes']:.0f} episodes of the deterministic policy"
-            rows["return"] = (
-                f"{result['return_mean']:.2f} +- {result['return_std']:.2f}, median {result['return_median']:.2f}, "
-                f"min {result['return_min']:.2f}, max {result['return_max']:.2f}"
-            )
-            rows["episode length"] = f"{result['length_mean']:.1f}"
-            if "success_rate" in result:
-                rows["success"] = f"{100 * result['success_rate']:.1f} %"
-        best = self.checkpoints.best() or self.checkpoints.latest()
-        rows["best checkpoint"] = best or "none yet"
         if self._exported:
             rows["exported policy"] = self._exported["spec"].parent
         rows["run directory"] = self.dir
-        if self.iteration < self.iterations:
-            together = distributed.world_size()
-            launcher = "python" if together == 1 else f"torchrun --nproc_per_node {together}"
-            rows["continue with"] = f"{launcher} {shlex.quote(sys.argv[0])} --resume {shlex.quote(str(self.dir))}"
+        if self.remaining:
+            rows["continue with"] = resume_command(self.dir)
         return "\n" + format_table(rows, f"{self.algorithm} on {self.cfg.env.name}")
-
-
-def run_script(main: Callable[[], Any]) -> None:
-    """Runs a script's ``main``; foreseen errors end in one readable message and exit status 1.
-
-    Set ``EDENRL_TRACEBACK=1`` for the full traceback; an error within a run also leaves it in ``RUN/error.txt``.
-    """
-    try:
-        with distributed.failing_together():
-            main()
-    except (ValueError, KeyError, FloatingPointError, ImportError, OSError, RuntimeError) as error:
-        if os.environ.get("EDENRL_TRACEBACK") == "1":
-            raise
-        foreseen = isinstance(error, CheckpointError) or not isinstance(error, RuntimeError)
-        if not foreseen:
-            raise
-        text = error.args[0] if isinstance(error, KeyError) and error.args else error
-        who = f"process {distributed.rank()}: " if distributed.world_size() > 1 else ""
-        where = vars(error).get("edenrl_report", "EDENRL_TRACEBACK=1 shows where it came from")
-        print(f"{who}error: {text}\n({where})", file=sys.stderr)
-        raise SystemExit(1) from None
-    except KeyboardInterrupt:
-        print("Stopped at once; resume from the last checkpoint with --resume RUN_DIR.", file=sys.stderr)
-        raise SystemExit(130) from None

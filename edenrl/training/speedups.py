@@ -33,7 +33,7 @@ def speedups(
     return None, False
 
 
-def check_precision(loss: nn.Module, batch: TensorDictBase, dtype: torch.dtype) -> None:
+def check_precision(loss: nn.Module, batch: TensorDictBase, dtype: torch.dtype | None) -> None:
     """Refuses a reduced precision in which the first update is not that of float32.
 
     Both are computed on a copy of the loss, from the same batch and random numbers. What the loss returns must agree
@@ -44,7 +44,7 @@ def check_precision(loss: nn.Module, batch: TensorDictBase, dtype: torch.dtype) 
     Args:
         loss: the LossModule; its ``parameter_groups()`` are compared one by one.
         batch: data of the first update.
-        dtype: the reduced precision, ``torch.bfloat16`` or ``torch.float16``.
+        dtype: the reduced precision, ``torch.bfloat16`` or ``torch.float16``; None: there is nothing to check.
 
     Raises:
         ValueError: naming what differs, with both values.
@@ -55,6 +55,8 @@ def check_precision(loss: nn.Module, batch: TensorDictBase, dtype: torch.dtype) 
         >>> net = TensorDictModule(nn.Linear(3, 1), ["observation"], ["loss_value"])
         >>> check_precision(net, TensorDict(observation=torch.ones(3)), torch.bfloat16)
     """
+    if dtype is None:
+        return
     device = next(loss.parameters()).device
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         exact, reduced = (_first_update(loss, batch, device.type, chosen) for chosen in (None, dtype))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from edenrl.config import QUADRUPED, AMPConfig, PPOConfig, with_groups
+from edenrl.config import AMPConfig, PPOConfig, presets
 
 
 def test_defaults_are_those_of_the_specification() -> None:
@@ -39,8 +39,8 @@ def test_what_cannot_work_is_refused(values: dict[str, object], expected: str) -
     assert expected in str(error.value)
 
 
-def test_a_preset_with_more_groups_leaves_the_preset_alone() -> None:
-    before = list(QUADRUPED["env"]["kwargs"]["groups"])
-    preset = with_groups(QUADRUPED, "amp")
-    assert preset["env"]["kwargs"]["groups"] == [*before, "amp"] and preset["env"]["num_envs"] == 64
-    assert QUADRUPED["env"]["kwargs"]["groups"] == before
+@pytest.mark.parametrize("name", ["Quadruped", "QuadrupedTerrain"])
+def test_the_presets_are_those_of_ppo_with_windows(name: str) -> None:
+    plain, amp = presets.PPO[name], presets.AMP[name]
+    assert amp["env"]["kwargs"]["groups"] == [*plain["env"]["kwargs"]["groups"], "amp"]
+    assert amp["env"]["num_envs"] == 64 and amp["algorithm"] == plain["algorithm"]

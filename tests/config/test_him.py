@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from edenrl.config import QUADRUPED, QUADRUPED_HIM, HIMConfig, PPOConfig
+from edenrl.config import HIMConfig, PPOConfig, presets
 
 
 def test_defaults_are_those_of_the_specification() -> None:
@@ -40,6 +40,6 @@ def test_what_does_not_fit_is_refused(given: dict[str, object], message: str) ->
 
 
 def test_the_preset_of_the_robot_shares_that_of_ppo() -> None:
-    him, ppo = QUADRUPED_HIM["algorithm"], QUADRUPED["algorithm"]
+    him, ppo = presets.HIM["Quadruped"]["algorithm"], presets.PPO["Quadruped"]["algorithm"]
     assert {name for name in ppo if him[name] != ppo[name]} == {"actor_groups"}
     assert HIMConfig(**him).symmetry

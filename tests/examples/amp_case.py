@@ -65,7 +65,7 @@ def main(folder, flags):
 
     script.Run = Recording
     script.main(flags)
-    parts = runs[0].checkpoints.components
+    parts = runs[0].folder.checkpoints.components
     state = {f"{name}.{k}": v for name in ("policy", "discriminator") for k, v in parts[name].state_dict().items()}
     out = {"state": state, "steps": parts["discriminator_step"].updates, "windows": len(parts["windows"].component)}
     torch.save(out, folder / f"{distributed.rank()}.pt")

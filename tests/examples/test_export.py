@@ -138,13 +138,10 @@ def test_a_run_whose_policy_has_another_name(tmp_path):
     from edenrl.training import Run
 
     with pytest.raises(ValueError, match=r"exports the run's component 'policy', and this run has \['actor'\]"):
-        Run(
-            RunConfig(run_dir=str(tmp_path / "run"), export=True),
-            "X",
-            {"actor": torch.nn.Linear(1, 1)},
-            iterations=1,
-            frames_per_iteration=1,
-        )
+        cfg = RunConfig(run_dir=str(tmp_path / "run"), export=True)
+        with Run(cfg, "X", iterations=1, frames_per_iteration=1) as run:
+            run.keep(actor=torch.nn.Linear(1, 1))
+            run.begin()
 
 
 def test_the_scripts_run_as_programs(run):

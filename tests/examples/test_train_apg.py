@@ -10,7 +10,7 @@ import pytest
 import torch
 from torchrl.checkpoint import Checkpoint, CheckpointRotation, GlobalRNGState
 
-from edenrl.config import load_config, parse_cli
+from edenrl.config import load_config, parse_cli, presets
 from edenrl.envs import PointMass, RolloutPlan, register_env
 from edenrl.training import build_env, load_policy_weights, read_metrics, run_script
 
@@ -225,7 +225,7 @@ def test_cart_pole_swings_up_and_holds(tmp_path):
     assert result["episodes"] == 20 and result["upright_time"] > 5
 
 
-@pytest.mark.parametrize("env", list(train_apg.PRESETS))
+@pytest.mark.parametrize("env", list(presets.APG))
 def test_total_frames_is_heard_with_a_preset(env):
-    cfg = parse_cli(train_apg.Train, ["--env.name", env, "--total_frames", "64"], presets=train_apg.PRESETS)
+    cfg = parse_cli(train_apg.Train, ["--env.name", env, "--total_frames", "64"], presets=presets.APG)
     assert (cfg.total_frames, cfg.algorithm.updates) == (64, None)

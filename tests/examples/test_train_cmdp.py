@@ -9,7 +9,7 @@ import pytest
 import torch
 from torchrl.checkpoint import Checkpoint, CheckpointRotation
 
-from edenrl.config import CMDPConfig, load_config, parse_cli
+from edenrl.config import CMDPConfig, load_config, parse_cli, presets
 from edenrl.modules import TaskConstraint
 from edenrl.training import build_env, load_policy_weights, read_metrics, run_script
 
@@ -138,8 +138,8 @@ def test_defaults_and_presets():
     assert cfg.actor_hidden == cfg.critic_hidden == (256, 256, 128) and cfg.lr_schedule == "adaptive"
     expected = dict(alpha=0.9, lambda_lr=0.05, lambda_init=0.0, warmup_iters=0, vg_window=100, vg_star_window=20)
     assert cfg.constraint_options() == expected
-    for name in train_cmdp.PRESETS:
-        assert parse_cli(train_cmdp.Train, ["--env.name", name], presets=train_cmdp.PRESETS).algorithm.name == "cmdp"
+    for name in presets.CMDP:
+        assert parse_cli(train_cmdp.Train, ["--env.name", name], presets=presets.CMDP).algorithm.name == "cmdp"
 
 
 def test_quadruped_trains(tmp_path):

@@ -13,6 +13,7 @@ import torch
 from torchrl.data import Bounded
 
 from edenrl.config import load_config, parse_cli
+from edenrl.config.presets import FLASHSAC_PROFILES
 from edenrl.envs import PointMass, register_env
 from edenrl.modules import UnitBatchNorm, UnitLinear
 from edenrl.objectives import FlashSACLoss
@@ -189,7 +190,7 @@ def test_mistakes_name_the_fix(tmp_path, capsys, monkeypatch, flags, expected):
 def test_profiles_stand_below_presets_and_flags():
     def parse(*argv):
         presets = {"Some": {"total_frames": 7, "algorithm": {"tau": 0.5}}}
-        profiles = train_flashsac.FLASHSAC_PROFILES
+        profiles = FLASHSAC_PROFILES
         return parse_cli(train_flashsac.Train, ["--env.name=Some", *argv], presets=presets, profiles=profiles)
 
     full, cpu = parse(), parse("--profile=cpu", "--algorithm.lr=0.1")

@@ -1,3 +1,4 @@
+import contextlib
 import math
 import os
 import signal
@@ -71,9 +72,10 @@ def test_a_run_of_ones_own(tmp_path):
 
     def build(resume=None):
         cfg = RunConfig(run_dir=str(tmp_path / "run"), resume=resume, quiet=True)
-        return Run(cfg, "Parabola", dict(policy=weight, optimizer=optimizer), iterations=10, frames_per_iteration=1)
+        return Run(cfg, "Parabola", iterations=10, frames_per_iteration=1)
 
     with pytest.raises(SystemExit) as stopped, build() as run:
+        run.keep(policy=weight, optimizer=optimizer)
         for iteration in run:
             loss = weight.weight.square().sum()
             optimizer.zero_grad()
@@ -84,6 +86,7 @@ def test_a_run_of_ones_own(tmp_path):
                 os.kill(os.getpid(), signal.SIGTERM)
     assert stopped.value.code == 130 and run.iteration == 4 and run.remaining == 6
     with build(resume=str(tmp_path / "run")) as run:
+        run.keep(policy=weight, optimizer=optimizer)
         seen = []
         for iteration in run:
             run.log({"loss": weight.weight.square().sum()})
@@ -97,35 +100,43 @@ def test_two_processes_cannot_train_in_one_directory(tmp_path):
     cfg = RunConfig(run_dir=str(tmp_path / "run"), resume=str(tmp_path / "run"), quiet=True)
 
     def build():
-        return Run(cfg, "Nothing", dict(policy=net), iterations=1, frames_per_iteration=1)
+        return Run(cfg, "Nothing", iterations=1, frames_per_iteration=1)
 
     with build() as run:
-        with pytest.raises(BlockingIOError, match="Another process is training in"):
-            build().__enter__()
+        run.keep(policy=net)
+        run.begin()
+        with pytest.raises(BlockingIOError, match="Another process is training in"), build() as other:
+            other.begin()
         for _ in run:
             pass
-    with build():  # free again
-        pass
+    with build() as run:
+        run.keep(policy=net)
+        run.begin()  # free again
 
 
+@contextlib.contextmanager
 def frame(folder, resume=None, **options):
+    """A run of three iterations that trains nothing."""
     cfg = RunConfig(run_dir=None if resume else str(folder), resume=resume, quiet=True)
-    return Run(cfg, "Nothing", dict(policy=torch.nn.Linear(1, 1)), iterations=3, frames_per_iteration=1, **options)
+    with Run(cfg, "Nothing", iterations=3, frames_per_iteration=1, **options) as run:
+        run.keep(policy=torch.nn.Linear(1, 1))
+        yield run
 
 
 def test_a_run_that_fails_to_begin_leaves_its_directory_free(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr("edenrl.training.run.RunLogger", lambda *args, **kwargs: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            frame(tmp_path).__enter__()
+        patch.setattr("edenrl.training.folder.RunLogger", lambda *args, **kwargs: 1 / 0)
+        with pytest.raises(ZeroDivisionError), frame(tmp_path) as run:
+            run.begin()
     assert not (tmp_path / ".lock").exists() and "1 / 0" in (tmp_path / "error.txt").read_text()
-    with frame(tmp_path, resume=str(tmp_path)):  # the same process may try again
+    with frame(tmp_path, resume=str(tmp_path)) as run:  # the same process may try again
+        run.begin()
         assert not (tmp_path / "error.txt").exists()
 
 
 def test_a_lock_on_a_file_that_its_owner_removed_counts_for_nothing(tmp_path, monkeypatch):
     """Between a newcomer's open and its lock, the owner ends and a third process begins."""
-    from edenrl.training import run as module
+    from edenrl.training import lock as module
 
     path, held, flock = tmp_path / ".lock", [], module.fcntl.flock
 
@@ -138,7 +149,7 @@ def test_a_lock_on_a_file_that_its_owner_removed_counts_for_nothing(tmp_path, mo
 
     monkeypatch.setattr(module.fcntl, "flock", late)
     with pytest.raises(BlockingIOError, match="Another process"):
-        module._lock(path)
+        module.DirectoryLock(tmp_path).acquire()
     held[0].close()
 
 
@@ -170,12 +181,13 @@ def test_an_unforeseen_error_keeps_its_traceback(tmp_path):
 
 
 def test_what_a_run_cannot_change_is_refused_without_a_command_line_too(tmp_path):
-    with frame(tmp_path):
-        pass
+    with frame(tmp_path) as run:
+        run.begin()
     config = (tmp_path / "config.json").read_text()
     cfg = RunConfig(resume=str(tmp_path), seed=5, quiet=True)
     with pytest.raises(ValueError, match=r"cannot change seed \(was 1, now 5\)"):
-        Run(cfg, "Nothing", {}, iterations=3, frames_per_iteration=1).__enter__()
+        with Run(cfg, "Nothing", iterations=3, frames_per_iteration=1) as run:
+            run.begin()
     assert not (tmp_path / "error.txt").exists()  # the run is healthy
     assert (tmp_path / "config.json").read_text() == config
 
@@ -183,7 +195,10 @@ def test_what_a_run_cannot_change_is_refused_without_a_command_line_too(tmp_path
 def test_a_script_without_workers_refuses_the_flag_that_asks_for_them(tmp_path):
     cfg = RunConfig(run_dir=str(tmp_path / "run"), collector="multi_sync")
     with pytest.raises(ValueError, match="Set --collector single"):
-        Run(cfg, "Nothing", dict(policy=torch.nn.Linear(1, 1)), iterations=1, frames_per_iteration=1)
+        with Run(cfg, "Nothing", iterations=1, frames_per_iteration=1) as run:
+            run.keep(policy=torch.nn.Linear(1, 1))
+            run.begin()
+    assert not (tmp_path / "run").exists()
 
 
 def run_with_scores(tmp_path, scores, **sections):
@@ -198,8 +213,8 @@ def run_with_scores(tmp_path, scores, **sections):
         return {**dict.fromkeys(names, float(run.iteration)), "distance": scores[run.iteration - 1]}
 
     done = []
-    run = Run(cfg, "Scored", dict(policy=net), iterations=len(scores), frames_per_iteration=2, evaluate=evaluate)
-    with run:
+    with Run(cfg, "Scored", iterations=len(scores), frames_per_iteration=2, evaluate=evaluate) as run:
+        run.keep(policy=net)
         for _ in run:
             pass
     return done, net
@@ -233,8 +248,9 @@ def test_an_unknown_metric_lists_what_there_is(tmp_path):
 
 def test_a_budget_in_updates(tmp_path, capsys):
     cfg = RunConfig(run_dir=str(tmp_path / "run"))
-    net = torch.nn.Linear(1, 1)
-    with Run(cfg, "Nothing", dict(policy=net), iterations=3, frames_per_iteration=1, unit="updates") as run:
+    with Run(cfg, "Nothing", iterations=3, frames_per_iteration=5) as run:
+        run.keep(policy=torch.nn.Linear(1, 1))
+        run.count_updates()
         for iteration in run:
             run.log({"frames": 100 * (iteration + 1)})
     assert [row["frames"] for row in read_metrics(tmp_path / "run" / "metrics.csv")] == [100, 200, 300]

@@ -1,0 +1,209 @@
+"""The directory of a run: its lock, its configuration, its checkpoints, its metrics and its progress."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torchrl.checkpoint import Checkpoint, GlobalRNGState
+
+from edenrl import distributed
+from edenrl.config import RunConfig, load_config, refuse_changes, save_config
+from edenrl.optim import GradientStep
+from edenrl.training.checkpoint import Checkpoints
+from edenrl.training.lock import DirectoryLock
+from edenrl.training.loggers import RunLogger
+from edenrl.training.progress import Progress
+from edenrl.training.reports import save_error
+
+__all__ = ["RunFolder"]
+
+# What the progress line shows, and the word for it.
+_SHOWN = {"episode/return": "return", "episode/success_rate": "success", "eval/return_mean": "evaluated"}
+
+
+class _Silent:
+    """Logger and progress of a process that leaves both to the first one: takes any call, does nothing."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *args, **kwargs: None
+
+
+class RunFolder:
+    """Everything that a run writes. Of several processes only the first one writes; the others take part in exchanges.
+
+    Args:
+        cfg: the configuration.
+        algorithm: the name that checkpoints are stamped with.
+        directory: the run directory.
+        components: what a checkpoint holds, by name.
+        counters: further components that are the same in all processes.
+
+    Examples:
+        ``edenrl.training.Run`` uses one.
+    """
+
+    def __init__(
+        self,
+        cfg: RunConfig,
+        algorithm: str,
+        directory: Path,
+        components: Mapping[str, Any],
+        counters: Mapping[str, Any],
+    ) -> None:
+        self.cfg, self.dir = cfg, directory
+        self._leads = distributed.rank() == 0
+        self._lock = DirectoryLock(directory)
+        self._logger: Any = _Silent()
+        self._progress: Any = _Silent()
+        # What training keeps equal in all processes is saved once, everything else for each of them.
+        shared = (nn.Module, torch.optim.Optimizer, GradientStep)
+        everything = {**components, "rng": GlobalRNGState()}
+        own = {name: component for name, component in everything.items() if not isinstance(component, shared)}
+        self._own = {name: distributed.PerProcess(component) for name, component in own.items()}
+        self.checkpoints = Checkpoints(
+            directory / "checkpoints",
+            {**components, **counters, **self._own},
+            algorithm=algorithm,
+            keep_last=cfg.checkpoint.keep_last,
+            best_metric=cfg.evaluation.metric,
+            best_mode=cfg.evaluation.mode,
+        )
+
+    @property
+    def rate(self) -> float:
+        """Steps per second since this process began."""
+        rate: float = self._progress.rate
+        return rate
+
+    def acquire(self) -> None:
+        """Creates the directory and keeps other processes out; refuses what cannot be resumed.
+
+        Raises:
+            FileExistsError: for a new run in a directory that holds one.
+            BlockingIOError: when another process trains there.
+            ValueError: for settings, or a number of processes, that a resumed run cannot change.
+        """
+        if self.cfg.resume is None and self._leads and (self.dir / "config.json").exists():
+            raise FileExistsError(
+                f"{self.dir} already holds a run. Continue it with --resume {self.dir}, or choose another --run_dir."
+            )
+        if self._leads:
+            self.dir.mkdir(parents=True, exist_ok=True)
+            self._lock.acquire()
+        # Until the first process holds the directory it may be another run's, in which nobody leaves a report.
+        distributed.from_first(None)
+        try:
+            self._refuse_resume()
+        except BaseException:  # no fault of the run: no report in its directory
+            self._lock.release()
+            raise
+
+    def _refuse_resume(self) -> None:
+        if self.cfg.resume is None:
+            return
+        config, path = self.dir / "config.json", self.checkpoints.latest()
+        if config.exists():
+            refuse_changes(load_config(type(self.cfg), config), self.cfg, str(config))
+        present = distributed.world_size()
+        saved = present if path is None else Checkpoint.manifest(path)["metadata"].get("processes", 1)
+        if saved != present:
+            how = f"torchrun --nproc_per_node {saved}" if saved > 1 else "python, without torchrun"
+            raise ValueError(
+                f"{path} was saved by {saved} process(es), this run has {present}: environments and random states "
+                f"belong to their process. Resume it with {how}."
+            )
+
+    def restore(self) -> bool:
+        """Loads the newest checkpoint of a resumed run; returns whether there was one."""
+        if self._leads:
+            self.checkpoints.sweep()
+        resumed: bool = distributed.from_first(self.cfg.resume is not None and self.checkpoints.latest() is not None)
+        if resumed:
+            self.checkpoints.load()
+        return resumed
+
+    def open_outputs(self, iteration: int, done: int, total: int, unit: str) -> None:
+        """Writes ``config.json`` and opens metrics and progress.
+
+        Args:
+            iteration: iterations that are done; later rows of an interrupted run are dropped.
+            done: steps that are done.
+            total: steps of the whole run.
+            unit: what these steps are, such as "frames".
+        """
+        if not self._leads:
+            return
+        cfg = self.cfg
+        # Where the run lies is not part of it: the file must fit a moved run, and a new run that starts from it.
+        once: dict[str, Any] = {"resume": None, "run_dir": None, "resume_schedule": "restore"}
+        save_config(cfg.model_copy(update=once), self.dir / "config.json")
+        for report in self.dir.glob("error*.txt"):
+            report.unlink()
+        self._logger = RunLogger(
+            self.dir,
+            kind=cfg.logger.kind,
+            first=iteration,
+            name=self.dir.name,
+            project=cfg.logger.project,
+            wandb_mode=cfg.logger.wandb_mode,
+            config=cfg.model_dump(mode="json"),
+        )
+        path = self.dir / "progress.json"
+        self._progress = Progress(path, total, done, quiet=cfg.quiet, shown=_SHOWN, unit=unit)
+
+    def say(self, text: str) -> None:
+        """Prints one line, unless the run is quiet."""
+        self._progress.say(text)
+
+    def write(self, iteration: int, row: Mapping[str, float]) -> None:
+        """Adds a row to ``metrics.csv`` and the other logger."""
+        self._logger.write(iteration, row)
+
+    def show(self, done: int, row: Mapping[str, float]) -> None:
+        """Updates the progress line and ``progress.json``."""
+        self._progress.update(done, row)
+
+    def save(self, iteration: int, frames: int, evaluation: Mapping[str, float] | None) -> None:
+        """Saves a checkpoint. All processes call it.
+
+        Args:
+            iteration: iterations that are done.
+            frames: environment steps that are done.
+            evaluation: what the policy of this checkpoint has scored; None: it was not evaluated.
+
+        Raises:
+            ValueError: if the evaluation lacks ``cfg.evaluation.metric``; the checkpoint is saved first.
+        """
+        for component in self._own.values():
+            component.collect()
+        if not self._leads:
+            return
+        name = self.cfg.evaluation.metric
+        score = math.nan if evaluation is None else evaluation.get(name, math.nan)
+        metric = {} if math.isnan(score) else {name: score}
+        self.checkpoints.save(iteration, frames=frames, processes=distributed.world_size(), **metric)
+        # Only now: a mistyped name must not cost the iterations up to here.
+        if evaluation is not None and name not in evaluation:
+            raise ValueError(
+                f"evaluation.metric is {name!r}; this evaluation measures {sorted(evaluation)}. Nothing is lost: "
+                f"continue with --resume {self.dir} --evaluation.metric NAME."
+            )
+
+    def close(self, state: str, error: BaseException | None, where: str) -> None:
+        """Closes the outputs, leaves a report of the error if there is one, and frees the directory.
+
+        Args:
+            state: what ``progress.json`` says from now on: "complete", "interrupted" or "failed".
+            error: what ended the run.
+            where: how far it had come, such as "iteration 3 of 10".
+        """
+        self._progress.close(state)
+        self._logger.close()
+        if error is not None:
+            save_error(error, self.dir, where)
+        self._lock.release()

@@ -1,0 +1,85 @@
+"""What a run says when it ends: the table of a good end, the message of a bad one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torchrl.checkpoint import CheckpointError
+
+from edenrl import distributed
+
+__all__ = ["evaluation_rows", "resume_command", "run_script", "save_error"]
+
+
+def evaluation_rows(result: Mapping[str, float]) -> dict[str, str]:
+    """Rows of the final table for an evaluation; none for an empty one."""
+    if not result:
+        return {}
+    rows = {
+        "evaluation": f"{result['episodes']:.0f} episodes of the deterministic policy",
+        "return": (
+            f"{result['return_mean']:.2f} +- {result['return_std']:.2f}, median {result['return_median']:.2f}, "
+            f"min {result['return_min']:.2f}, max {result['return_max']:.2f}"
+        ),
+        "episode length": f"{result['length_mean']:.1f}",
+    }
+    if "success_rate" in result:
+        rows["success"] = f"{100 * result['success_rate']:.1f} %"
+    return rows
+
+
+def resume_command(run_dir: Path) -> str:
+    """The command line that continues a run of this script."""
+    processes = distributed.world_size()
+    launcher = "python" if processes == 1 else f"torchrun --nproc_per_node {processes}"
+    return f"{launcher} {shlex.quote(sys.argv[0])} --resume {shlex.quote(str(run_dir))}"
+
+
+def save_error(error: BaseException, run_dir: Path, where: str) -> None:
+    """Writes the traceback into the run directory, and notes on the error what ``run_script`` says about it.
+
+    Args:
+        error: what ended the run; anything but an ``Exception`` (Ctrl-C, an exit) leaves no report.
+        run_dir: the run directory.
+        where: how far the run had come, such as "iteration 3 of 10".
+    """
+    if not isinstance(error, Exception):
+        return
+    rank = distributed.rank()
+    path = run_dir / ("error.txt" if rank == 0 else f"error-{rank}.txt")
+    lines = traceback.format_exception(type(error), error, error.__traceback__)
+    with contextlib.suppress(OSError):  # a full disk must not hide the error
+        path.write_text(f"{where.capitalize()}\n{''.join(lines)}", encoding="utf-8")
+        reached = where.partition(" of ")[0]
+        vars(error)["edenrl_report"] = f"{reached}; the full traceback is in {path}"
+
+
+def run_script(main: Callable[[], Any]) -> None:
+    """Runs a script's ``main``; foreseen errors end in one readable message and exit status 1.
+
+    Set ``EDENRL_TRACEBACK=1`` for the full traceback; an error within a run also leaves it in ``RUN/error.txt``.
+    """
+    try:
+        with distributed.failing_together():
+            main()
+    except (ValueError, KeyError, FloatingPointError, ImportError, OSError, RuntimeError) as error:
+        if os.environ.get("EDENRL_TRACEBACK") == "1":
+            raise
+        foreseen = isinstance(error, CheckpointError) or not isinstance(error, RuntimeError)
+        if not foreseen:
+            raise
+        text = error.args[0] if isinstance(error, KeyError) and error.args else error
+        who = f"process {distributed.rank()}: " if distributed.world_size() > 1 else ""
+        where = vars(error).get("edenrl_report", "EDENRL_TRACEBACK=1 shows where it came from")
+        print(f"{who}error: {text}\n({where})", file=sys.stderr)
+        raise SystemExit(1) from None
+    except KeyboardInterrupt:
+        print("Stopped at once; resume from the last checkpoint with --resume RUN_DIR.", file=sys.stderr)
+        raise SystemExit(130) from None

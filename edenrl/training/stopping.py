@@ -1,0 +1,71 @@
+"""Requests to stop a run: Ctrl-C, SIGTERM, and a launcher that is gone."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import signal
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from edenrl import distributed
+
+__all__ = ["StopRequest"]
+
+# A terminal sends Ctrl-C to every process, and torchrun then passes it on once more: within this many seconds both are
+# one press of the keys.
+_ONE_PRESS = 2.0
+
+
+class StopRequest:
+    """Remembers that somebody asked for the end, so that a run can finish its iteration first.
+
+    The first SIGINT or SIGTERM sets ``reason``; the second raises ``KeyboardInterrupt`` at once.
+
+    Args:
+        say: prints one line for the user.
+
+    Examples:
+        >>> stop = StopRequest(print)
+        >>> stop.catch_signals()
+        >>> stop.reason is None
+        True
+        >>> stop.release_signals()
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self.reason: str | None = None
+        self._say = say
+        self._asked = -math.inf
+        self._handlers: dict[int, Any] = {}
+        self._parent = os.getppid()
+
+    def catch_signals(self) -> None:
+        """Replaces the handlers of SIGINT and SIGTERM."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            # Only the main thread may install handlers; elsewhere Ctrl-C keeps its default meaning.
+            with contextlib.suppress(ValueError):
+                self._handlers[number] = signal.signal(number, self._on_signal)
+
+    def release_signals(self, *, ignore: bool = False) -> None:
+        """Puts the earlier handlers back, or ignores the signals from here on."""
+        for number, handler in self._handlers.items():
+            signal.signal(number, signal.SIG_IGN if ignore else handler)
+        self._handlers.clear()
+
+    def check_launcher(self) -> None:
+        """Asks for the end when ``torchrun`` was killed: nobody else would end these processes."""
+        if self.reason is None and distributed.world_size() > 1 and os.getppid() != self._parent:
+            self.reason = "end of the launcher"
+            self._say("torchrun has ended: stopping after this iteration.")
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.reason is not None:
+            if distributed.world_size() > 1 and time.monotonic() - self._asked < _ONE_PRESS:
+                return
+            raise KeyboardInterrupt
+        self.reason, self._asked = signal.Signals(number).name, time.monotonic()
+        self._say("Stopping after this iteration; once more to stop at once.")
