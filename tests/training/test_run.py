@@ -1,54 +1,12 @@
 import contextlib
-import math
 import os
 import signal
 
 import pytest
 import torch
-from tensordict import TensorDict
 
 from edenrl.config import RunConfig
-from edenrl.training import Run, average, load_policy_weights, read_metrics, rollout_metrics, run_script, setup
-
-
-def test_average_leaves_out_what_a_dropped_update_left():
-    metrics = [{"loss": torch.tensor(v)} for v in (1.0, math.nan, 3.0, math.inf)]
-    assert average(metrics)["loss"].item() == 2.0
-    assert average(metrics[1:2])["loss"].isnan()
-
-
-def test_rollout_metrics_by_hand():
-    done = torch.tensor([[0, 1, 0], [0, 0, 1]], dtype=torch.bool).unsqueeze(-1)
-    rollout = TensorDict(
-        action=torch.tensor([[0.0, 1.5, -3.0], [0.5, 0.0, 0.0]]).unsqueeze(-1),
-        next=dict(
-            done=done,
-            episode_reward=torch.tensor([[1.0, 2.0, 9.0], [9.0, 9.0, 6.0]]).unsqueeze(-1),
-            step_count=torch.tensor([[1, 2, 1], [4, 5, 6]]).unsqueeze(-1),
-            metrics=dict(
-                success=torch.tensor([[0.0, 1.0, math.nan], [0, 0, 0]]).unsqueeze(-1), image=torch.zeros(2, 3, 4)
-            ),
-        ),
-        batch_size=[2, 3],
-    )
-    out = {
-        name: value.item()
-        for name, value in rollout_metrics(rollout, (torch.tensor([-1.0]), torch.tensor([1.0]))).items()
-    }
-    assert out == {
-        "episode/count": 2, "episode/return": 4.0, "episode/length": 4.0, "episode/success_rate": 0.5,
-        "action_saturation": pytest.approx(2 / 6),
-    }  # fmt: skip
-    rollout["next", "done"] = torch.zeros_like(done)
-    assert rollout_metrics(rollout)["episode/return"].isnan()
-
-
-def test_a_metric_that_is_nan_at_the_end_of_an_episode_is_shown():
-    values = torch.tensor([[math.nan, 1.0], [math.nan, 3.0]])
-    ended = dict(done=torch.tensor([[False, True], [False, True]]).unsqueeze(-1), metrics=dict(h=values.unsqueeze(-1)))
-    assert rollout_metrics(TensorDict(next=ended, batch_size=[2, 2]))["episode/h"] == 2.0
-    values[0, 1] = math.nan
-    assert rollout_metrics(TensorDict(next=ended, batch_size=[2, 2]))["episode/h"].isnan()
+from edenrl.training import Run, load_policy_weights, read_metrics, run_script, setup
 
 
 def test_setup_seeds_everything_and_names_a_device_that_is_not_there():
@@ -256,3 +214,80 @@ def test_a_budget_in_updates(tmp_path, capsys):
     assert [row["frames"] for row in read_metrics(tmp_path / "run" / "metrics.csv")] == [100, 200, 300]
     out = capsys.readouterr().out
     assert "3 of 3" in out and "updates/s" in out and "frames" not in out
+
+
+def test_components_have_one_name_each_and_are_named_before_the_first_step(tmp_path):
+    with frame(tmp_path / "run") as run:
+        with pytest.raises(ValueError, match=r"already keeps \['policy'\]"):
+            run.keep(policy=torch.nn.Linear(1, 1))
+        first, second = run.keep(first=torch.nn.Linear(1, 1), second=torch.nn.Linear(2, 2))
+        assert (first.in_features, second.in_features) == (1, 2)
+        run.begin()
+        with pytest.raises(RuntimeError, match=r"keep\(late\) comes too late"):
+            run.keep(late=first)
+
+
+def test_a_run_that_never_begins_leaves_no_directory(tmp_path):
+    with pytest.raises(ValueError, match="wrong input"), frame(tmp_path / "run"):
+        raise ValueError("wrong input")
+    with frame(tmp_path / "run"):
+        pass
+    assert not (tmp_path / "run").exists()
+
+
+class Counting:
+    """A collector that counts how often it was shut down."""
+
+    def __init__(self, fails=False):
+        self.fails, self.downs = fails, 0
+
+    def shutdown(self):
+        self.downs += 1
+        if self.fails:
+            raise RuntimeError("a worker hangs")
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_collector_is_shut_down_however_the_run_ends(tmp_path, begun):
+    collector = Counting(fails=True)
+    with pytest.raises(ValueError, match="the cause"), frame(tmp_path / "failed") as run:
+        run.keep(collector=collector)
+        if begun:
+            run.begin()
+        raise ValueError("the cause")
+    assert collector.downs == 1
+    with frame(tmp_path / "done") as run:
+        collector = run.keep(collector=Counting())
+        for _ in run:
+            pass
+    assert collector.downs == 1
+
+
+def test_a_run_starts_from_another_ones_weights_and_a_resumed_one_from_its_own(tmp_path):
+    def train(folder, value, resume=None):
+        with frame(folder, resume=resume) as run:
+            net = run.keep(net=torch.nn.Linear(1, 1))
+            run.start_from(tmp_path / "first" if folder.name != "first" else None, "net")
+            began = net.bias.item()
+            for _ in run:
+                net.bias.data.fill_(value)
+        return began
+
+    train(tmp_path / "first", 5.0)
+    assert train(tmp_path / "second", 7.0) == 5.0
+    assert train(tmp_path / "second", 9.0, resume=str(tmp_path / "second")) != 5.0
+
+
+def test_own_metrics_join_the_evaluation(tmp_path):
+    names = ("return_mean", "return_std", "return_median", "return_min", "return_max", "length_mean", "episodes")
+    with frame(tmp_path / "run", evaluate=lambda: dict.fromkeys(names, 1.0)) as run:
+        run.add_evaluation(lambda: {"updates": 4.0})
+        for _ in run:
+            pass
+    assert read_metrics(tmp_path / "run" / "metrics.csv")[-1]["eval/updates"] == 4.0
