@@ -13,7 +13,8 @@ from evaluate import load_run
 from pydantic import Field
 
 from edenrl.collectors import DepthDistillationCollector
-from edenrl.config import DepthDistillationConfig, RMAConfig, RunConfig, distillation_preset, parse_cli, presets
+from edenrl.config import DepthDistillationConfig, RMAConfig, RunConfig, parse_cli, presets
+from edenrl.config.distill import distillation_preset, teacher_flags
 from edenrl.modules import DepthEncoder, DepthPolicy, DepthStudent, rma_composition, rma_policy
 from edenrl.objectives import DepthDistillationLoss
 from edenrl.training import Run, load_policy_weights, run_script
@@ -33,8 +34,8 @@ def parse(argv):
         return parse_cli(Train, argv, presets=presets.DISTILLATION)
     folder = Path(argv.pop(0)).expanduser().resolve()
     teacher = load_run(folder)[1]
-    preset = distillation_preset(teacher, folder)
-    return parse_cli(Train, [f"--env.name={teacher.env.name}", *argv], presets={teacher.env.name: preset})
+    flags = [f"--env.name={teacher.env.name}", *teacher_flags(teacher, folder), *argv]
+    return parse_cli(Train, flags, presets={teacher.env.name: distillation_preset(teacher)})
 
 
 def make_teacher(cfg, env):

@@ -25,8 +25,8 @@ def main(argv=None):
     with Run(cfg) as run:  # seeds, device, run directory, checkpoints, evaluation, Ctrl-C
         precision, compiled = speedups(algo.precision, algo.compile, run.device)
         env = run.env()
-        low, high = action_box(env)
         policy = run.keep(policy=make_policy(cfg, env))
+        low, high = action_box(env)
         groups = observation_groups(env.observation_spec, algo.critic_groups)
         critic = flash_critic(groups, len(low), **algo.network_options("critic"))
         loss = run.keep(loss=FlashSACLoss(policy, critic, **algo.loss_options()))

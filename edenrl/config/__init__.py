@@ -10,7 +10,7 @@ from edenrl.config.apg import APGConfig
 from edenrl.config.base import Config
 from edenrl.config.cli import load_config, parse_cli, read_config, save_config
 from edenrl.config.cmdp import CMDPConfig
-from edenrl.config.distill import DepthDistillationConfig, distillation_preset
+from edenrl.config.distill import DepthDistillationConfig
 from edenrl.config.flashsac import FlashSACConfig, FlashSACRunConfig
 from edenrl.config.grpo import GRPOConfig
 from edenrl.config.him import HIMConfig
@@ -38,7 +38,6 @@ __all__ = [
     "RMAConfig",
     "RunConfig",
     "SimbaPPOConfig",
-    "distillation_preset",
     "load_config",
     "parse_cli",
     "presets",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -14,6 +14,8 @@ class APGConfig(Config):
 
     Defaults follow the differentiable trainer of EmbodiChain.
     """
+
+    one_process: ClassVar[bool] = True  # no workers: the script steps the environments itself
 
     name: Literal["APG"] = "APG"
     """The algorithm; names the trainer script that rebuilds a run from its config.json."""

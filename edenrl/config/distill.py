@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -13,8 +13,8 @@ from edenrl.config.rma import RMAConfig
 from edenrl.config.run import Folder
 
 
-def distillation_preset(teacher: Any, folder: Path) -> dict[str, Any]:
-    """What a distillation takes from its teacher's run: the environment, which also publishes depth, and the networks.
+def teacher_flags(teacher: Any, folder: Path) -> list[str]:
+    """The flags that name a teacher's run and hand its networks to a distillation.
 
     Args:
         teacher: the configuration of the teacher's run.
@@ -22,23 +22,32 @@ def distillation_preset(teacher: Any, folder: Path) -> dict[str, Any]:
 
     Raises:
         ValueError: for a run of another algorithm.
+    """
+    if not isinstance(teacher.algorithm, RMAConfig):
+        raise ValueError(f"{folder} is a run of {teacher.algorithm.name}; expected one of train_rma.py.")
+    networks = teacher.algorithm.model_dump_json()
+    return [f"--algorithm.teacher_run={folder}", f"--algorithm.teacher={networks}"]
+
+
+def distillation_preset(teacher: Any) -> dict[str, Any]:
+    """The preset of a teacher's environment, which is the teacher's and also publishes depth.
+
+    Args:
+        teacher: the configuration of the teacher's run.
 
     Examples:
         >>> from types import SimpleNamespace
         >>> from edenrl.config import EnvConfig
-        >>> teacher = SimpleNamespace(env=EnvConfig(name="Robot", num_envs=8), algorithm=RMAConfig())
-        >>> distillation_preset(teacher, Path("runs/teacher"))["env"]["num_envs"]
-        8
+        >>> robot = EnvConfig(name="Robot", kwargs={"groups": ["prop"]})
+        >>> distillation_preset(SimpleNamespace(env=robot))["env"]["kwargs"]
+        {'groups': ['prop', 'depth']}
     """
-    if not isinstance(teacher.algorithm, RMAConfig):
-        raise ValueError(f"{folder} is a run of {teacher.algorithm.name}; expected one of train_rma.py.")
     env = teacher.env.model_dump()
     groups = env["kwargs"].get("groups")
     if groups is not None and "depth" not in groups:
         env["kwargs"]["groups"] = [*groups, "depth"]
-    taken = {"teacher_run": str(folder), "teacher": teacher.algorithm.model_dump(mode="json")}
     tables = {name.lower(): preset for name, preset in presets.DISTILLATION.items()}
-    return presets.changed({"env": env, "algorithm": taken}, **tables.get(env["name"].lower(), {}))
+    return presets.changed({"env": env}, **tables.get(env["name"].lower(), {}))
 
 
 class DepthDistillationConfig(Config):
@@ -47,6 +56,8 @@ class DepthDistillationConfig(Config):
     Defaults follow Cheng et al. 2023, "Extreme Parkour with Legged Robots", arXiv:2309.14341: 24 images per iteration,
     one Adam step on all of them.
     """
+
+    one_process: ClassVar[bool] = True  # no workers: the script steps the environments itself
 
     name: Literal["distill_rma"] = "distill_rma"
     """The script that rebuilds a run from its config.json."""

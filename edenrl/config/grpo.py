@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -16,6 +16,8 @@ class GRPOConfig(OnPolicySettings):
     Defaults follow Shao et al. 2024 (DeepSeekMath), arXiv:2402.03300, as EmbodiChain uses them for control; learning
     rate and network are those of PPO here.
     """
+
+    one_process: ClassVar[bool] = True  # no workers: the script steps the environments itself
 
     name: Literal["GRPO"] = "GRPO"
     """The algorithm; names the trainer script that rebuilds a run from its config.json."""

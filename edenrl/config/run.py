@@ -185,6 +185,11 @@ class RunConfig(Config):
 
     @model_validator(mode="after")
     def _check_workers(self) -> RunConfig:
+        if self.collector != "single" and self._of_algorithm("one_process", False):
+            raise refuse(
+                f"{self.algorithm_name} collects in one process, not with collector {self.collector!r}; set collector "
+                "to 'single'"
+            )
         if self.collector != "single" and self.env.num_envs % self.num_workers:
             fits = [n for n in range(1, self.env.num_envs + 1) if self.env.num_envs % n == 0]
             near = min(fits, key=lambda n: abs(n - self.num_workers))

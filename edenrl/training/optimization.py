@@ -68,8 +68,7 @@ def build_gradient_step(
         spanned = max(total // every, 1)
         settings["lr_schedule"] = make_lr_schedule(algo.lr_schedule, first, spanned, **algo.schedule_options())
     step = GradientStep(loss, optimizers, **settings)
-    groups = [group for optimizer in optimizers.values() for group in optimizer.param_groups]
-    rates = [group["lr"] for group in groups]
+    rates = [group["lr"] for group in _groups(step)]
 
     def restart(remaining: int) -> None:
         if schedule:
@@ -77,7 +76,7 @@ def build_gradient_step(
             step.restart_schedule(algo.lr_schedule, algo.lr, left, **algo.schedule_options())
             return
         # The checkpoint has restored the rate that the earlier part of the run ended with.
-        for group, rate in zip(groups, rates, strict=True):
+        for group, rate in zip(_groups(step), rates, strict=True):
             group["lr"] = rate
 
     return step, restart
@@ -94,6 +93,10 @@ def follow_rate(follower: GradientStep, leader: GradientStep) -> None:
         0.3
     """
     rate = next(iter(leader.optimizers.values())).param_groups[0]["lr"]
-    for optimizer in follower.optimizers.values():
-        for group in optimizer.param_groups:
-            group["lr"] = rate
+    for group in _groups(follower):
+        group["lr"] = rate
+
+
+def _groups(step: GradientStep) -> list[dict[str, Any]]:
+    """All parameter groups of a step's optimizers; a restored optimizer has new ones."""
+    return [group for optimizer in step.optimizers.values() for group in optimizer.param_groups]

@@ -38,7 +38,7 @@ def test_settings_out_of_range(values, message):
 def test_published_sizes_on_a_cpu_are_pointed_out(caplog):
     small = FlashSACRunConfig(total_frames=1, algorithm=dict(batch_size=128))
     for cfg, device in ((small, "cpu"), (FlashSACRunConfig(total_frames=1), "cuda")):
-        cfg.check_sizes(device)
+        cfg.warn(device, iterations=1)
     assert not caplog.records
-    FlashSACRunConfig(total_frames=1).check_sizes("cpu")
+    FlashSACRunConfig(total_frames=1).warn("cpu", iterations=1)
     assert "batch_size 2048" in caplog.text and "--profile cpu" in caplog.text

@@ -256,7 +256,7 @@ def test_mistakes_get_a_message_that_names_the_fix(teacher_run, tmp_path, capsys
 
 
 def test_what_is_no_teacher_is_refused_before_the_environment(student_run, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(distill_rma, "build_env", lambda *args: pytest.fail("the environment was built"))
+    monkeypatch.setattr("edenrl.training.run.build_env", lambda *args: pytest.fail("the environment was built"))
     for flags, expected in (
         ([str(student_run)], "is a run of distill_rma; expected one of train_rma.py"),
         ([str(tmp_path)], "it has no config.json"),

@@ -143,7 +143,7 @@ def test_a_run_that_is_made_longer_goes_on_at_once(tmp_path):
 
 def test_length_is_given_once(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(train_flashsac, "build_env", lambda *a: pytest.fail("an environment was built"))
+    monkeypatch.setattr("edenrl.training.run.build_env", lambda *a: pytest.fail("an environment was built"))
     for flags, given in (
         (["--env.name=CartPole-v1"], "neither"),
         (["--total_frames=100", "--max_iterations=3"], "both, 100 and 3, was given"),
@@ -207,7 +207,7 @@ def test_speedups_fall_back_on_a_cpu_with_one_warning(tmp_path, caplog):
 
 def test_reduced_precision_is_compared_with_float32_before_it_is_used(tmp_path, monkeypatch):
     """On a CPU the script would fall back; here it believes in a device that does not."""
-    monkeypatch.setattr(train_flashsac, "usable_speedups", lambda *_: (torch.bfloat16, False))
+    monkeypatch.setattr(train_flashsac, "speedups", lambda *_: (torch.bfloat16, False))
     train(tmp_path / "run", 11)
     assert rows(tmp_path / "run")[-1]["alpha"] > 0
     critic_loss = FlashSACLoss.critic_loss
