@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -307,6 +306,11 @@ class Run:
             raise ValueError(
                 f"This script collects in one process, not with {cfg.collector!r}. Set --collector single."
             )
+        if self._evaluate == self._evaluate_policy and "policy" not in self._components:
+            raise ValueError(
+                f"This run evaluates its component 'policy' in the environment; it keeps {sorted(self._components)}. "
+                "Name the policy with keep(policy=...), or give Run(evaluate=...)."
+            )
         if cfg.export:
             require_export(self._components)
 
@@ -381,10 +385,13 @@ class Run:
 
     def _shut_collectors_down(self, error: BaseException | None) -> None:
         for component in self._components.values():
-            if hasattr(component, "shutdown"):
-                # Of two errors the first is the one to report.
-                with contextlib.suppress(*([] if error is None else [Exception])):
-                    component.shutdown()
+            if not hasattr(component, "shutdown"):
+                continue
+            try:
+                component.shutdown()
+            except Exception:
+                if error is None:  # of two errors the first is the one to report
+                    raise
 
     def _seconds(self) -> float:
         """Wall time of the run over all resumptions."""

@@ -291,3 +291,11 @@ def test_own_metrics_join_the_evaluation(tmp_path):
         for _ in run:
             pass
     assert read_metrics(tmp_path / "run" / "metrics.csv")[-1]["eval/updates"] == 4.0
+
+
+def test_a_run_with_an_environment_needs_a_policy_to_evaluate(tmp_path):
+    with pytest.raises(ValueError, match=r"evaluates its component 'policy'.*keeps \['actor'\]"):
+        with Run(RunConfig(run_dir=str(tmp_path / "run")), iterations=1, frames_per_iteration=1) as run:
+            run.env()
+            run.keep(actor=torch.nn.Linear(1, 1))
+            run.begin()
