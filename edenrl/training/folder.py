@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,17 @@ from edenrl.training.loggers import RunLogger
 from edenrl.training.progress import Progress
 from edenrl.training.reports import save_error
 
-__all__ = ["RunFolder"]
+__all__ = ["RunFolder", "run_directory"]
 
 # What the progress line shows, and the word for it.
 _SHOWN = {"episode/return": "return", "episode/success_rate": "success", "eval/return_mean": "evaluated"}
+
+
+def run_directory(cfg: RunConfig, algorithm: str) -> Path:
+    """The directory of a run: the one that ``cfg`` names, or ``runs/<algorithm>-<env>-s<seed>-<time>``."""
+    stamp = distributed.from_first(time.strftime("%Y%m%d-%H%M%S"))
+    env_name = "".join(c if c.isalnum() or c in "-_." else "_" for c in cfg.env.name)
+    return Path(cfg.resume or cfg.run_dir or f"runs/{algorithm.lower()}-{env_name}-s{cfg.seed}-{stamp}")
 
 
 class _Silent:

@@ -14,11 +14,51 @@ from typing import Any
 from torchrl.checkpoint import CheckpointError
 
 from edenrl import distributed
+from edenrl.training.checkpoint import Checkpoints
 
-__all__ = ["evaluation_rows", "resume_command", "run_script", "save_error"]
+__all__ = ["run_script", "run_table", "save_error"]
 
 
-def evaluation_rows(result: Mapping[str, float]) -> dict[str, str]:
+def run_table(
+    checkpoints: Checkpoints,
+    *,
+    done: int,
+    total: int,
+    unit: str,
+    seconds: float,
+    rate: float,
+    evaluation: Mapping[str, float],
+    exported: Mapping[str, Path],
+    run_dir: Path,
+) -> dict[str, Any]:
+    """The rows of the table that a run ends with.
+
+    Args:
+        checkpoints: those of the run.
+        done: steps that are done.
+        total: steps of the whole run.
+        unit: what these steps are, such as "frames".
+        seconds: wall time over all resumptions.
+        rate: steps per second.
+        evaluation: the last evaluation; it may be empty.
+        exported: the files of an export; empty without one.
+        run_dir: the run directory.
+    """
+    rows: dict[str, Any] = {
+        unit: f"{done:,} of {total:,}",
+        "wall time": f"{seconds:.0f} s ({rate:,.0f} {unit}/s)",
+        **_evaluation_rows(evaluation),
+        "best checkpoint": checkpoints.best() or checkpoints.latest() or "none yet",
+    }
+    if exported:
+        rows["exported policy"] = exported["spec"].parent
+    rows["run directory"] = run_dir
+    if done < total:
+        rows["continue with"] = _resume_command(run_dir)
+    return rows
+
+
+def _evaluation_rows(result: Mapping[str, float]) -> dict[str, str]:
     """Rows of the final table for an evaluation; none for an empty one."""
     if not result:
         return {}
@@ -35,7 +75,7 @@ def evaluation_rows(result: Mapping[str, float]) -> dict[str, str]:
     return rows
 
 
-def resume_command(run_dir: Path) -> str:
+def _resume_command(run_dir: Path) -> str:
     """The command line that continues a run of this script."""
     processes = distributed.world_size()
     launcher = "python" if processes == 1 else f"torchrun --nproc_per_node {processes}"

@@ -19,11 +19,11 @@ from edenrl.optim import GradientStep
 from edenrl.training.checkpoint import has_checkpoint, load_weights
 from edenrl.training.environment import build_env, collector_options, evaluate_run
 from edenrl.training.exporting import export_run, require_export
-from edenrl.training.folder import RunFolder
+from edenrl.training.folder import RunFolder, run_directory
 from edenrl.training.metrics import IterationMetrics
 from edenrl.training.optimization import Trained, build_gradient_step
 from edenrl.training.progress import format_table
-from edenrl.training.reports import evaluation_rows, resume_command
+from edenrl.training.reports import run_table
 from edenrl.training.startup import setup
 from edenrl.training.stopping import StopRequest
 
@@ -120,10 +120,7 @@ class Run:
         self.iterations = cfg.num_iterations(processes) if iterations is None else iterations
         self.frames_per_iteration = (cfg.frames_per_rollout if frames is None else frames) * processes
         cfg.warn(self.device.type, self.iterations)
-        stamp = distributed.from_first(time.strftime("%Y%m%d-%H%M%S"))
-        env_name = "".join(c if c.isalnum() or c in "-_." else "_" for c in cfg.env.name)
-        default = f"runs/{self.algorithm.lower()}-{env_name}-s{cfg.seed}-{stamp}"
-        self.dir = Path(cfg.resume or cfg.run_dir or default)
+        self.dir = run_directory(cfg, self.algorithm)
         self.interval = cfg.checkpoint.interval_iterations or max(self.iterations // 10, 1)
         self.evaluation_interval = cfg.evaluation.interval_iterations or self.interval
         return self
@@ -402,16 +399,15 @@ class Run:
 
     def summary(self) -> str:
         """The table a run ends with."""
-        frames = self.iteration * self.frames_per_iteration
-        rows: dict[str, Any] = {
-            self.unit: f"{frames:,} of {self.iterations * self.frames_per_iteration:,}",
-            "wall time": f"{self._seconds():.0f} s ({self.folder.rate:,.0f} {self.unit}/s)",
-            **evaluation_rows(self.evaluation),
-            "best checkpoint": self.folder.checkpoints.best() or self.folder.checkpoints.latest() or "none yet",
-        }
-        if self._exported:
-            rows["exported policy"] = self._exported["spec"].parent
-        rows["run directory"] = self.dir
-        if self.remaining:
-            rows["continue with"] = resume_command(self.dir)
-        return "\n" + format_table(rows, f"{self.algorithm} on {self.cfg.env.name}")
+        table = run_table(
+            self.folder.checkpoints,
+            done=self.iteration * self.frames_per_iteration,
+            total=self.iterations * self.frames_per_iteration,
+            unit=self.unit,
+            seconds=self._seconds(),
+            rate=self.folder.rate,
+            evaluation=self.evaluation,
+            exported=self._exported,
+            run_dir=self.dir,
+        )
+        return "\n" + format_table(table, f"{self.algorithm} on {self.cfg.env.name}")
