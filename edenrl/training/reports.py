@@ -9,52 +9,33 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchrl.checkpoint import CheckpointError
 
 from edenrl import distributed
-from edenrl.training.checkpoint import Checkpoints
+
+if TYPE_CHECKING:
+    from edenrl.training.run import Run
 
 __all__ = ["run_script", "run_table", "save_error"]
 
 
-def run_table(
-    checkpoints: Checkpoints,
-    *,
-    done: int,
-    total: int,
-    unit: str,
-    seconds: float,
-    rate: float,
-    evaluation: Mapping[str, float],
-    exported: Mapping[str, Path],
-    run_dir: Path,
-) -> dict[str, Any]:
-    """The rows of the table that a run ends with.
-
-    Args:
-        checkpoints: those of the run.
-        done: steps that are done.
-        total: steps of the whole run.
-        unit: what these steps are, such as "frames".
-        seconds: wall time over all resumptions.
-        rate: steps per second.
-        evaluation: the last evaluation; it may be empty.
-        exported: the files of an export; empty without one.
-        run_dir: the run directory.
-    """
+def run_table(run: Run) -> dict[str, Any]:
+    """The rows of the table that a run ends with."""
+    done, total = (count * run.frames_per_iteration for count in (run.iteration, run.iterations))
+    checkpoints = run.folder.checkpoints
     rows: dict[str, Any] = {
-        unit: f"{done:,} of {total:,}",
-        "wall time": f"{seconds:.0f} s ({rate:,.0f} {unit}/s)",
-        **_evaluation_rows(evaluation),
+        run.unit: f"{done:,} of {total:,}",
+        "wall time": f"{run.seconds:.0f} s ({run.folder.rate:,.0f} {run.unit}/s)",
+        **_evaluation_rows(run.evaluation),
         "best checkpoint": checkpoints.best() or checkpoints.latest() or "none yet",
     }
-    if exported:
-        rows["exported policy"] = exported["spec"].parent
-    rows["run directory"] = run_dir
-    if done < total:
-        rows["continue with"] = _resume_command(run_dir)
+    if run.exported:
+        rows["exported policy"] = run.exported["spec"].parent
+    rows["run directory"] = run.dir
+    if run.remaining:
+        rows["continue with"] = _resume_command(run.dir)
     return rows
 
 

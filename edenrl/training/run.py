@@ -105,7 +105,7 @@ class Run:
         self._restarts: list[Callable[[int], None]] = []
         self._batches: dict[int, Iterator[TensorDictBase]] = {}
         self._metrics = IterationMetrics()
-        self._exported: Mapping[str, Path] = {}
+        self.exported: Mapping[str, Path] = {}
         self._begun = self._ending = False
 
     def __enter__(self) -> Run:
@@ -319,7 +319,7 @@ class Run:
 
     def state_dict(self) -> dict[str, Any]:
         """Counters (the checkpoint's "run" component)."""
-        return {"iteration": self.iteration, "elapsed": self._seconds()}
+        return {"iteration": self.iteration, "elapsed": self.seconds}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores the counters."""
@@ -343,7 +343,7 @@ class Run:
         row = distributed.average_rows([row for row, _ in everyone])
         frames = self.iteration * self.frames_per_iteration
         # The row is written before the checkpoint: a crash between the two is mended by dropping rows on resume.
-        self.folder.write(self.iteration - 1, {"frames": frames, "seconds": round(self._seconds(), 2), **row})
+        self.folder.write(self.iteration - 1, {"frames": frames, "seconds": round(self.seconds, 2), **row})
         if due or self._ending:
             self.folder.save(self.iteration, frames, self.evaluation if evaluated else None)
         self.folder.show(frames, row)
@@ -372,7 +372,7 @@ class Run:
         complete = error is None and not self.remaining
         try:
             if complete and self.cfg.export and self.leads:
-                self._exported = export_run(self.cfg, self._components["policy"], self.dir)
+                self.exported = export_run(self.cfg, self._components["policy"], self.dir)
         except Exception as failure:
             error = failure
             raise
@@ -390,7 +390,8 @@ class Run:
                 if error is None:  # of two errors the first is the one to report
                     raise
 
-    def _seconds(self) -> float:
+    @property
+    def seconds(self) -> float:
         """Wall time of the run over all resumptions."""
         return self.elapsed + time.monotonic() - self._began
 
@@ -399,15 +400,4 @@ class Run:
 
     def summary(self) -> str:
         """The table a run ends with."""
-        table = run_table(
-            self.folder.checkpoints,
-            done=self.iteration * self.frames_per_iteration,
-            total=self.iterations * self.frames_per_iteration,
-            unit=self.unit,
-            seconds=self._seconds(),
-            rate=self.folder.rate,
-            evaluation=self.evaluation,
-            exported=self._exported,
-            run_dir=self.dir,
-        )
-        return "\n" + format_table(table, f"{self.algorithm} on {self.cfg.env.name}")
+        return "\n" + format_table(run_table(self), f"{self.algorithm} on {self.cfg.env.name}")
