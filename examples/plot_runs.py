@@ -1,6 +1,7 @@
 """Draw the curves of one or several runs into a PNG: python examples/plot_runs.py RUN [RUN...] [--output runs.png]."""
 
 import argparse
+import math
 from pathlib import Path
 
 import numpy as np
@@ -75,14 +76,13 @@ def main(argv=None):
     if not panels:
         raise ValueError(f"No metric to draw in {', '.join(args.runs)}: the runs have not finished an iteration.")
     columns = min(3, len(panels))
-    figure, axes = plt.subplots(
-        -(-len(panels) // columns), columns, squeeze=False, constrained_layout=True,
-        figsize=(5 * columns, 3.2 * -(-len(panels) // columns)),
-    )  # fmt: skip
+    rows = math.ceil(len(panels) / columns)
+    size = (5 * columns, 3.2 * rows)
+    figure, axes = plt.subplots(rows, columns, squeeze=False, constrained_layout=True, figsize=size)
     for axis, (title, series) in zip(axes.flat, panels, strict=False):
-        for color, (run, rows) in enumerate(runs.items()):
+        for color, (run, table) in enumerate(runs.items()):
             for name, style in series:
-                frames, values = column(rows, name)
+                frames, values = column(table, name)
                 if style == "-":
                     axis.plot(frames, values, color=f"C{color}", alpha=0.25, linewidth=0.8)
                     axis.plot(frames, smooth(values, len(values) // 25), color=f"C{color}", label=run)

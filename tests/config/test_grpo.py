@@ -18,9 +18,17 @@ class Train(RunConfig):
 def test_defaults_are_those_of_the_specification() -> None:
     defaults = GRPOConfig().model_dump()
     expected = dict(
-        name="GRPO", epochs=10, clip_epsilon=0.2, entropy_coeff=0.0, kl_coeff=0.02, group_size=4, eps=1e-8,
-        reset_before_rollout=True, truncate_at_first_done=True, gamma=0.99,
-    )  # fmt: skip
+        name="GRPO",
+        epochs=10,
+        clip_epsilon=0.2,
+        entropy_coeff=0.0,
+        kl_coeff=0.02,
+        group_size=4,
+        eps=1e-8,
+        reset_before_rollout=True,
+        truncate_at_first_done=True,
+        gamma=0.99,
+    )
     assert {name: defaults[name] for name in expected} == expected
     # What GRPO shares with PPO has PPO's name and default, except for the passes over the data and the horizon.
     ppo = PPOConfig().model_dump()

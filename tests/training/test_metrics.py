@@ -35,9 +35,12 @@ def test_rollout_metrics_by_hand():
         for name, value in rollout_metrics(rollout, (torch.tensor([-1.0]), torch.tensor([1.0]))).items()
     }
     assert out == {
-        "episode/count": 2, "episode/return": 4.0, "episode/length": 4.0, "episode/success_rate": 0.5,
+        "episode/count": 2,
+        "episode/return": 4.0,
+        "episode/length": 4.0,
+        "episode/success_rate": 0.5,
         "action_saturation": pytest.approx(2 / 6),
-    }  # fmt: skip
+    }
     rollout["next", "done"] = torch.zeros_like(done)
     assert rollout_metrics(rollout)["episode/return"].isnan()
 
