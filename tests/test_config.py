@@ -605,3 +605,9 @@ def test_help_without_a_preset_or_with_a_file_shows_the_class(capsys: pytest.Cap
 def test_help_does_not_import_torch() -> None:
     script = "import sys; import edenrl.config; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+@pytest.mark.parametrize("seed", [2**62, 2**64, -1, 10**30])
+def test_a_seed_that_no_generator_takes_is_refused(seed: int) -> None:
+    with pytest.raises(ValidationError, match="seed"):
+        RunConfig(seed=seed)

@@ -50,7 +50,8 @@ def _json_values(value: dict[str, Any]) -> dict[str, Any]:
 
 
 Count = Annotated[int, BeforeValidator(_number), Field(ge=1)]
-Seed = Annotated[int, BeforeValidator(_number), Field(ge=0)]
+# Generators take 64 bits; the seeds of processes and workers are counted on from this one.
+Seed = Annotated[int, BeforeValidator(_number), Field(ge=0, lt=2**62)]
 Positive = Annotated[float, BeforeValidator(_number), Field(gt=0)]
 NonNegative = Annotated[float, BeforeValidator(_number), Field(ge=0)]
 Fraction = Annotated[float, BeforeValidator(_number), Field(ge=0, le=1)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -28,10 +29,31 @@ _SHOWN = {"episode/return": "return", "episode/success_rate": "success", "eval/r
 
 
 def run_directory(cfg: RunConfig, algorithm: str) -> Path:
-    """The directory of a run: the one that ``cfg`` names, or ``runs/<algorithm>-<env>-s<seed>-<time>``."""
-    stamp = distributed.from_first(time.strftime("%Y%m%d-%H%M%S"))
+    """The directory of a run: the one that ``cfg`` names, or ``runs/<algorithm>-<env>-s<seed>-<time>``.
+
+    The latter is created here, for two runs of a sweep may begin in the same second: the second gets ``-2``.
+    """
+    if cfg.resume or cfg.run_dir:
+        return Path(cfg.resume or cfg.run_dir or "")
+    stamp = time.strftime("%Y%m%d-%H%M%S")
     env_name = "".join(c if c.isalnum() or c in "-_." else "_" for c in cfg.env.name)
-    return Path(cfg.resume or cfg.run_dir or f"runs/{algorithm.lower()}-{env_name}-s{cfg.seed}-{stamp}")
+    created = _create(Path("runs"), f"{algorithm.lower()}-{env_name}-s{cfg.seed}-{stamp}")
+    return Path(distributed.from_first(created))
+
+
+def _create(parent: Path, name: str) -> Path | None:
+    """A new directory of that name, or the first free one of ``name-2``, ``name-3``, ...; only the first process."""
+    if distributed.rank() != 0:
+        return None
+    parent.mkdir(parents=True, exist_ok=True)
+    for number in itertools.count(1):
+        path = parent / (name if number == 1 else f"{name}-{number}")
+        try:
+            path.mkdir()
+            return path
+        except FileExistsError:
+            continue
+    raise AssertionError("unreachable")
 
 
 class _Silent:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import math
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,9 @@ from tqdm import tqdm
 
 from edenrl._files import write_atomic
 
-__all__ = ["Progress", "format_table"]
+__all__ = ["Progress", "format_table", "print_line"]
+
+_log = logging.getLogger("edenrl")
 
 _SECONDS_PER_LINE = 10.0
 _SECONDS_PER_FILE = 1.0
@@ -32,6 +36,22 @@ def format_table(rows: Mapping[str, Any], title: str = "") -> str:
     width = max(map(len, rows), default=0)
     body = [f"{name.ljust(width)}  {value}" for name, value in rows.items()]
     return "\n".join([title, "-" * len(title), *body] if title else body)
+
+
+def print_line(text: str) -> None:
+    """Prints a line for whoever still reads it: a closed pipe, terminal or full disk behind it ends nothing."""
+    try:
+        print(text, flush=True)
+    except (OSError, ValueError):
+        _write_nowhere(sys.stdout)
+
+
+def _write_nowhere(stream: Any) -> None:
+    """Leads a stream that nobody reads into the void. Python writes to it once more when it exits, and would fail."""
+    with contextlib.suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
 
 
 class Progress:
@@ -74,6 +94,7 @@ class Progress:
             )
         self._began = time.monotonic()
         self._wrote_line = self._wrote_file = -math.inf
+        self._failed = False
         self.last: dict[str, float] = {}
 
     @property
@@ -83,19 +104,15 @@ class Progress:
 
     def update(self, done: int, metrics: Mapping[str, float]) -> None:
         """Shows the state after an iteration; metrics that are NaN keep their last value."""
-        if self.bar is not None:
-            self.bar.update(done - self.done)
-        self.done = done
+        new, self.done = done - self.done, done
         self.last.update({name: value for name, value in metrics.items() if not math.isnan(value)})
         now = time.monotonic()
         if self.bar is not None:
-            self.bar.set_postfix_str(self._glance(), refresh=False)
+            self._on_bar(lambda bar: (bar.set_postfix_str(self._glance(), refresh=False), bar.update(new)))
         elif not self.quiet and now - self._wrote_line >= _SECONDS_PER_LINE:
             self._wrote_line = now
             left = _duration((self.total - done) / max(self.rate, 1e-9))
-            print(
-                f"{done:,} / {self.total:,} {self.unit}, {self.rate:,.0f}/s, {left} left, {self._glance()}", flush=True
-            )
+            print_line(f"{done:,} / {self.total:,} {self.unit}, {self.rate:,.0f}/s, {left} left, {self._glance()}")
         if now - self._wrote_file >= _SECONDS_PER_FILE:
             self._wrote_file = now
             self.write("running")
@@ -105,8 +122,22 @@ class Progress:
 
     def say(self, text: str) -> None:
         """Prints a line without tearing the bar."""
-        if not self.quiet:
-            tqdm.write(text) if self.bar is not None else print(text, flush=True)
+        if self.quiet:
+            return
+        if self.bar is not None:
+            self._on_bar(lambda bar: bar.write(text))
+        else:
+            print_line(text)
+
+    def _on_bar(self, draw: Callable[[tqdm], Any]) -> None:
+        """Draws on the bar; a terminal that is gone ends the bar and not the run."""
+        try:
+            draw(self.bar)
+        except (OSError, ValueError):
+            _write_nowhere(sys.stderr)
+            _write_nowhere(sys.stdout)
+            self.bar = None
+            self.quiet = True
 
     def write(self, state: str) -> None:
         """Writes ``progress.json`` now."""
@@ -120,12 +151,17 @@ class Progress:
             "elapsed_seconds": round(time.monotonic() - self._began, 1),
             "metrics": self.last,
         }
-        write_atomic(self.path, json.dumps(content, indent=2) + "\n")
+        try:
+            write_atomic(self.path, json.dumps(content, indent=2) + "\n")
+        except OSError as error:
+            if not self._failed:
+                _log.warning("%s could not be written (%s); training goes on.", self.path, error)
+            self._failed = True
 
     def close(self, state: str) -> None:
         """Ends the bar and leaves the final state on disk."""
         if self.bar is not None:
-            self.bar.close()
+            self._on_bar(lambda bar: bar.close())
         self.write(state)
 
 

@@ -72,6 +72,7 @@ def save_error(error: BaseException, run_dir: Path, where: str) -> None:
         where: how far the run had come, such as "iteration 3 of 10".
     """
     if not isinstance(error, Exception):
+        vars(error)["edenrl_run_dir"] = run_dir
         return
     rank = distributed.rank()
     path = run_dir / ("error.txt" if rank == 0 else f"error-{rank}.txt")
@@ -101,6 +102,8 @@ def run_script(main: Callable[[], Any]) -> None:
         where = vars(error).get("edenrl_report", "EDENRL_TRACEBACK=1 shows where it came from")
         print(f"{who}error: {text}\n({where})", file=sys.stderr)
         raise SystemExit(1) from None
-    except KeyboardInterrupt:
-        print("Stopped at once; resume from the last checkpoint with --resume RUN_DIR.", file=sys.stderr)
+    except KeyboardInterrupt as error:
+        run_dir = vars(error).get("edenrl_run_dir")
+        command = "--resume RUN_DIR" if run_dir is None else _resume_command(run_dir)
+        print(f"Stopped at once; continue from the last checkpoint with {command}", file=sys.stderr)
         raise SystemExit(130) from None

@@ -22,7 +22,7 @@ from edenrl.training.exporting import export_run, require_export
 from edenrl.training.folder import RunFolder, run_directory
 from edenrl.training.metrics import IterationMetrics
 from edenrl.training.optimization import Trained, build_gradient_step
-from edenrl.training.progress import format_table
+from edenrl.training.progress import format_table, print_line
 from edenrl.training.reports import run_table
 from edenrl.training.startup import setup
 from edenrl.training.stopping import StopRequest
@@ -57,7 +57,7 @@ class Run:
     Attributes:
         cfg: the configuration.
         device: the device of networks and environments.
-        dir: the run directory.
+        dir: the run directory, once the run has begun.
         leads: whether this process is the one that writes, prints and evaluates.
         iteration: iterations that are done.
         iterations: iterations of the whole run.
@@ -120,7 +120,6 @@ class Run:
         self.iterations = cfg.num_iterations(processes) if iterations is None else iterations
         self.frames_per_iteration = (cfg.frames_per_rollout if frames is None else frames) * processes
         cfg.warn(self.device.type, self.iterations)
-        self.dir = run_directory(cfg, self.algorithm)
         self.interval = cfg.checkpoint.interval_iterations or max(self.iterations // 10, 1)
         self.evaluation_interval = cfg.evaluation.interval_iterations or self.interval
         return self
@@ -210,7 +209,7 @@ class Run:
     @property
     def is_new(self) -> bool:
         """Whether the run starts from the beginning: there is no checkpoint to continue from."""
-        return self.cfg.resume is None or not has_checkpoint(self.dir)
+        return self.cfg.resume is None or not has_checkpoint(self.cfg.resume)
 
     @property
     def remaining(self) -> int:
@@ -237,6 +236,7 @@ class Run:
             return
         cfg = self.cfg
         self._check_components()
+        self.dir = run_directory(cfg, self.algorithm)
         self.folder = RunFolder(cfg, self.algorithm, self.dir, self._components, {"run": self})
         self.folder.acquire()
         try:
@@ -360,7 +360,7 @@ class Run:
         if not self._begun or error is not None:
             return
         if self.leads and not self.cfg.quiet:
-            print(self.summary(), flush=True)
+            print_line(self.summary())
         # torchrun ends the others as soon as one has left with an error status: let the first one finish.
         distributed.exchange(None)
         if self._ending and self.remaining:

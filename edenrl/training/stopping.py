@@ -1,4 +1,4 @@
-"""Requests to stop a run: Ctrl-C, SIGTERM, and a launcher that is gone."""
+"""Requests to stop a run: Ctrl-C, SIGTERM, a closed terminal, and a launcher that is gone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ _ONE_PRESS = 2.0
 class StopRequest:
     """Remembers that somebody asked for the end, so that a run can finish its iteration first.
 
-    The first SIGINT or SIGTERM sets ``reason``; the second raises ``KeyboardInterrupt`` at once.
+    The first SIGINT, SIGTERM or SIGHUP (a closed terminal or SSH connection) sets ``reason``. The second raises
+    ``KeyboardInterrupt`` at once.
 
     Args:
         say: prints one line for the user.
@@ -44,8 +45,11 @@ class StopRequest:
         self._parent = os.getppid()
 
     def catch_signals(self) -> None:
-        """Replaces the handlers of SIGINT and SIGTERM."""
-        for number in (signal.SIGINT, signal.SIGTERM):
+        """Replaces the handlers of these signals; a SIGHUP that ``nohup`` ignores stays ignored."""
+        for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+            number = getattr(signal, name, None)  # Windows has no SIGHUP
+            if number is None or (name == "SIGHUP" and signal.getsignal(number) == signal.SIG_IGN):
+                continue
             # Only the main thread may install handlers; elsewhere Ctrl-C keeps its default meaning.
             with contextlib.suppress(ValueError):
                 self._handlers[number] = signal.signal(number, self._on_signal)

@@ -299,3 +299,42 @@ def test_a_run_with_an_environment_needs_a_policy_to_evaluate(tmp_path):
             run.env()
             run.keep(actor=torch.nn.Linear(1, 1))
             run.begin()
+
+
+def test_runs_that_begin_in_one_second_get_directories_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("time.strftime", lambda *_: "20300101-000000")
+    for _ in range(3):
+        with Run(RunConfig(seed=7, quiet=True), "PPO", iterations=1, frames_per_iteration=1) as run:
+            for _ in run:
+                pass
+    names = sorted(path.name for path in (tmp_path / "runs").iterdir())
+    assert names == [f"ppo-PointMass-s7-20300101-000000{suffix}" for suffix in ("", "-2", "-3")]
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="needs SIGHUP")
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_closed_terminal_saves_and_ends_unless_it_is_ignored(tmp_path, ignored):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    try:
+        with contextlib.suppress(SystemExit), frame(tmp_path / "run") as run:
+            for iteration in run:
+                if iteration == 1:
+                    os.kill(os.getpid(), signal.SIGHUP)
+        assert run.iteration == (3 if ignored else 2)
+        assert signal.getsignal(signal.SIGHUP) == (signal.SIG_IGN if ignored else signal.SIG_DFL)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert load_policy_weights(torch.nn.Linear(1, 1), tmp_path / "run", "latest").name.endswith(f"{run.iteration:012d}")
+
+
+def test_the_second_interruption_names_the_run_to_continue(tmp_path, capsys):
+    def main():
+        with frame(tmp_path / "run") as run:
+            for _ in run:
+                os.kill(os.getpid(), signal.SIGINT)
+                os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(SystemExit) as stopped:
+        run_script(main)
+    assert stopped.value.code == 130 and f"--resume {tmp_path / 'run'}" in capsys.readouterr().err
