@@ -199,6 +199,7 @@ def same_rows(a, b):
     return strip[0] == strip[1]
 
 
+@pytest.mark.extended
 def test_stopped_and_resumed_equals_uninterrupted(whole, tmp_path):
     """Ctrl-C reaches every process of the group; SIGTERM goes to torchrun, which passes it on."""
     place = [f"--run_dir={tmp_path}/run", *TINY]

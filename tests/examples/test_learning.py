@@ -19,6 +19,7 @@ def train_and_evaluate(run_dir, *flags, script="train_ppo.py"):
     return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
+@pytest.mark.extended
 def test_point_mass_reaches_its_goal(tmp_path):
     result = train_and_evaluate(tmp_path / "run", "--checkpoint.interval_iterations", "1000")
     assert result["episodes"] == 128 and result["success_rate"] >= 0.95

@@ -301,6 +301,7 @@ def test_two_processes_have_one_discriminator(tmp_path, clips):
     assert first["state"]["discriminator.norm.count"].item() == pytest.approx(2 * 2 * 6 * FRAMES)
 
 
+@pytest.mark.extended
 def test_a_process_without_open_gates_holds_nobody_up(tmp_path, clips):
     first, second = ranks(tmp_path, clips, f"--total_frames={2 * 2 * FRAMES}", "--env.kwargs.gate=first")
     assert (first["windows"], second["windows"]) == (128, 0) and first["steps"] == second["steps"] == 0

@@ -73,6 +73,7 @@ def rows(run_dir):
 pytestmark = pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for left-over processes in /proc")
 
 
+@pytest.mark.extended
 def test_ctrl_c_in_a_terminal_saves_and_the_rest_equals_the_uninterrupted_run(tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     process = launch(parts, 4000)
@@ -90,6 +91,7 @@ def test_ctrl_c_in_a_terminal_saves_and_the_rest_equals_the_uninterrupted_run(tm
     assert len(rows(whole)) == done + 3 and rows(whole) == rows(parts)
 
 
+@pytest.mark.extended
 def test_workers_end_with_a_killed_script(tmp_path):
     process = launch(tmp_path / "run", 4000)
     begun(process, tmp_path / "run")

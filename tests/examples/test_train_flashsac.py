@@ -284,6 +284,7 @@ def test_workers_collect_with_noise_of_their_own(tmp_path):
     assert [row["replay_size"] for row in rows(tmp_path / "run")] == [20, 40, 60, 80]
 
 
+@pytest.mark.extended
 def test_two_processes_share_statistics_and_resume(tmp_path):
     def torchrun(*flags):
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]

@@ -273,6 +273,7 @@ def test_defaults_are_those_of_the_source():
     assert sum(cfg.widths.values()) == 753
 
 
+@pytest.mark.extended
 def test_two_processes_keep_one_model(tmp_path):
     """Under torchrun: gradients of all three optimizers are averaged, and a resumed run is the uninterrupted one."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]

@@ -194,6 +194,7 @@ def test_every_step_of_the_rollout_counts():
     torch.testing.assert_close(whole, sum(parts) / steps.numel())
 
 
+@pytest.mark.extended
 def test_the_student_learns_to_use_its_eyes():
     """Only the image shows what the teacher is told: with other rows' images the student is lost."""
     teacher, student = make_networks(hidden=32)
