@@ -17,7 +17,7 @@ from edenrl.training import collector_options
 
 ROWS, STEPS = 6, 40
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs the ray package")
-KINDS = ["multi_sync", pytest.param("ray", marks=needs_ray)]
+KINDS = ["multi_sync", pytest.param("ray", marks=[needs_ray, pytest.mark.extended])]
 
 
 def options(collector, env="PointMass", **changes):
