@@ -2,6 +2,7 @@
 
 from edenrl.objectives.amp import AMPLoss
 from edenrl.objectives.apg import APGLoss
+from edenrl.objectives.base import LossMixin, require, require_not_negative
 from edenrl.objectives.cmdp import CMDPLoss, TwoChannelGAE, check_reward_groups
 from edenrl.objectives.distillation import DepthDistillationLoss
 from edenrl.objectives.flashsac import FlashSACLoss
@@ -17,35 +18,42 @@ __all__ = [
     "AMPLoss",
     "APGLoss",
     "CMDPLoss",
-    "FlashSACLoss",
     "DepthDistillationLoss",
+    "FlashSACLoss",
     "GAE",
     "GRPOLoss",
     "GroupRelativeAdvantage",
     "HIMEstimatorLoss",
     "HIMLoss",
-    "PPOLoss",
-    "TwoChannelGAE",
-    "check_reward_groups",
     "LinearRamp",
+    "LossMixin",
     "MirrorLoss",
+    "PPOLoss",
     "RMADaggerLoss",
     "RMALoss",
+    "TwoChannelGAE",
+    "check_reward_groups",
     "gaussian_kl",
     "make_loss",
     "register_loss",
     "registered_losses",
+    "require",
+    "require_not_negative",
 ]
 
-register_loss("AMP", AMPLoss, override=True)
-register_loss("APG", APGLoss, override=True)
-register_loss("CMDP", CMDPLoss, override=True)
-register_loss("FlashSAC", FlashSACLoss, override=True)
-register_loss("DepthDistillation", DepthDistillationLoss, override=True)
-register_loss("GRPO", GRPOLoss, override=True)
-register_loss("HIM", HIMLoss, override=True)
-register_loss("HIMEstimator", HIMEstimatorLoss, override=True)
-register_loss("Mirror", MirrorLoss, override=True)
-register_loss("PPO", PPOLoss, override=True)
-register_loss("RMA", RMALoss, override=True)
-register_loss("RMADagger", RMADaggerLoss, override=True)
+# A loss is registered under its class's name without "Loss": make_loss("PPO", ...) builds a PPOLoss.
+for _loss in (
+    AMPLoss,
+    APGLoss,
+    CMDPLoss,
+    DepthDistillationLoss,
+    FlashSACLoss,
+    GRPOLoss,
+    HIMEstimatorLoss,
+    HIMLoss,
+    MirrorLoss,
+    PPOLoss,
+    RMADaggerLoss,
+    RMALoss,
+):
+    register_loss(_loss.__name__.removesuffix("Loss"), _loss, override=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
@@ -12,25 +12,31 @@ from torch import Tensor, nn
 from torchrl.objectives import LossModule
 
 from edenrl.modules import Discriminator
+from edenrl.objectives.base import LossMixin, require_not_negative
 
 __all__ = ["AMPLoss"]
 
 
-class AMPLoss(LossModule):
+class AMPLoss(LossMixin, LossModule):
     r"""Least-squares loss of a discriminator between reference motion and the policy's motion.
 
-    With ``d`` the discriminator's output for a window, ``loss_discriminator = 0.5 (mean (d_expert - 1)^2 + mean
-    (d_policy + 1)^2)`` and ``loss_grad_penalty = grad_penalty_coeff * mean |grad d|^2``, the gradient taken at the
-    normalized expert windows. Both kinds of windows go through the network in one pass: in training mode that is one
-    power iteration of the spectral norm per call.
+    The discriminator gives each window of motion a number ``d``: it learns 1 for reference (expert) windows and -1 for
+    the policy's.
 
-    Metrics: ``d_expert`` and ``d_policy``, mean outputs; ``accuracy``, the share of windows on the right side of zero,
-    both kinds weighing the same.
+    - ``loss_discriminator = 0.5 * (mean (d_expert - 1)^2 + mean (d_policy + 1)^2)``;
+    - ``loss_grad_penalty = grad_penalty_coeff * mean |grad d|^2``, the gradient with respect to the normalized expert
+      windows.
+
+    Detached scalars: ``d_expert`` and ``d_policy``, the mean outputs, and ``accuracy``, the share of windows whose
+    output has the right sign (expert and policy windows weigh the same).
+
+    Both kinds of windows pass through the network together, so a call in training mode is one power iteration of the
+    spectral norm.
 
     Args:
-        discriminator: the ``edenrl.modules.Discriminator``. Its frame statistics are not changed here.
-        grad_penalty_coeff: weight of the gradient penalty. Default 5.
-        reduction: "mean" (default), "sum" or "none".
+        discriminator: the ``edenrl.modules.Discriminator``. The loss does not change its frame statistics.
+        grad_penalty_coeff: weight of the gradient penalty, at least 0. Default 5.
+        reduction: "mean" (default) or "sum" over windows, or "none": one value per window, ``[*batch]``.
 
     Raises:
         ValueError: a negative coefficient, an unknown reduction, or windows that are not ``[*batch, K * f]``.
@@ -53,14 +59,8 @@ class AMPLoss(LossModule):
         expert_window: NestedKey = "expert_window"
         policy_window: NestedKey = "amp_window"
 
-    rollout_kind: ClassVar[Literal["standard", "differentiable"]] = "standard"
-    default_keys = _AcceptedKeys
-    tensor_keys: _AcceptedKeys
     _schedulable_buffers = frozenset({"grad_penalty_coeff"})
-
     grad_penalty_coeff: Tensor
-    _in_keys: list[NestedKey] | None
-    _out_keys: list[NestedKey] | None
 
     def __init__(
         self,
@@ -69,58 +69,26 @@ class AMPLoss(LossModule):
         grad_penalty_coeff: float = 5.0,
         reduction: Literal["mean", "sum", "none"] = "mean",
     ) -> None:
-        if grad_penalty_coeff < 0:
-            raise ValueError(f"AMPLoss needs grad_penalty_coeff >= 0, got {grad_penalty_coeff}.")
-        if reduction not in ("mean", "sum", "none"):
-            raise ValueError(f"AMPLoss needs reduction 'mean', 'sum' or 'none', got {reduction!r}.")
-        super().__init__()
+        require_not_negative(self, grad_penalty_coeff=grad_penalty_coeff)
+        super().__init__(reduction=reduction)
         self.discriminator = discriminator
-        self.reduction = reduction
-        self.register_buffer("grad_penalty_coeff", torch.tensor(float(grad_penalty_coeff)))
-        self._in_keys = self._out_keys = None
+        self.register_coeff_buffer("grad_penalty_coeff", float(grad_penalty_coeff))
 
-    @property
-    def in_keys(self) -> list[NestedKey]:
-        """The entries that ``forward`` reads."""
-        if self._in_keys is None:
-            self._in_keys = [self.tensor_keys.expert_window, self.tensor_keys.policy_window]
-        return self._in_keys
+    def _make_in_keys(self) -> list[NestedKey]:
+        return [self.tensor_keys.expert_window, self.tensor_keys.policy_window]
 
-    @in_keys.setter
-    def in_keys(self, values: list[NestedKey]) -> None:
-        self._in_keys = values
-
-    @property
-    def out_keys(self) -> list[NestedKey]:
-        """The entries that ``forward`` returns."""
-        if self._out_keys is None:
-            self._out_keys = ["loss_discriminator", "loss_grad_penalty", "d_expert", "d_policy", "accuracy"]
-        return self._out_keys
-
-    @out_keys.setter
-    def out_keys(self, values: list[NestedKey]) -> None:
-        self._out_keys = values
-
-    def _forward_value_estimator_keys(self, **kwargs: NestedKey) -> None:
-        self._in_keys = None  # no estimator; the keys were renamed
+    def _make_out_keys(self) -> list[NestedKey]:
+        return ["loss_discriminator", "loss_grad_penalty", "d_expert", "d_policy", "accuracy"]
 
     def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
         """Trained parameters: one group, "discriminator"."""
-        return {"discriminator": [p for p in self.discriminator.parameters() if p.requires_grad]}
+        return {"discriminator": self._trained(self.discriminator)}
 
     @dispatch
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Computes the weighted losses and metrics of windows in any batch shape."""
         expert, policy = self._windows(tensordict)
-        expert, policy = self.discriminator.normalize(torch.stack([expert, policy])).detach()
-
-        def outputs(expert: Tensor) -> Tensor:
-            return self.discriminator.network(torch.stack([expert, policy])).squeeze(-1)
-
-        derived: Any = torch.func.vjp(outputs, expert)
-        both, pull_back = derived
-        (slope,) = pull_back(torch.stack([torch.ones_like(both[0]), torch.zeros_like(both[1])]))
-        d_expert, d_policy = both
+        d_expert, d_policy, slope = self._outputs_and_slope(expert, policy)
         squared = 0.5 * ((d_expert - 1).square() + (d_policy + 1).square())
         penalty = self.grad_penalty_coeff * slope.square().sum(-1)
         d_expert, d_policy = d_expert.detach(), d_policy.detach()
@@ -134,6 +102,19 @@ class AMPLoss(LossModule):
                 "accuracy": right.mean(),
             }
         )
+
+    def _outputs_and_slope(self, expert: Tensor, policy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Both outputs, ``[*batch]`` each, and the gradient at the expert windows, ``[*batch, K * f]``."""
+        expert, policy = self.discriminator.normalize(torch.stack([expert, policy])).detach()
+
+        def outputs(expert: Tensor) -> Tensor:
+            return self.discriminator.network(torch.stack([expert, policy])).squeeze(-1)
+
+        derived: Any = torch.func.vjp(outputs, expert)
+        both, pull_back = derived
+        # The gradient of the expert outputs alone.
+        (slope,) = pull_back(torch.stack([torch.ones_like(both[0]), torch.zeros_like(both[1])]))
+        return both[0], both[1], slope
 
     def _windows(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor]:
         values = {key: tensordict.get(key, None) for key in self.in_keys}

@@ -157,9 +157,6 @@ class CMDPLoss(PPOLoss):
     class _AcceptedKeys(PPOLoss._AcceptedKeys):
         pass
 
-    default_keys = _AcceptedKeys
-    tensor_keys: _AcceptedKeys
-
     def __init__(
         self,
         actor_network: ProbabilisticTensorDictSequential,
@@ -175,16 +172,8 @@ class CMDPLoss(PPOLoss):
         super().__init__(actor_network, critic_network, **kwargs)
         self.constraint = constraint
 
-    @property
-    def out_keys(self) -> list[NestedKey]:
-        """The entries that ``forward`` returns."""
-        if self._out_keys is None:
-            self._out_keys = [*super().out_keys, *self.constraint.metrics()]
-        return self._out_keys
-
-    @out_keys.setter
-    def out_keys(self, values: list[NestedKey]) -> None:
-        self._out_keys = values
+    def _make_out_keys(self) -> list[NestedKey]:
+        return [*super()._make_out_keys(), *self.constraint.metrics()]
 
     @dispatch
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:

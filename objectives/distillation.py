@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
@@ -12,26 +12,28 @@ from torch import Tensor, nn
 from torchrl.objectives import LossModule
 
 from edenrl.modules import DepthPolicy, DepthStudent
+from edenrl.objectives.base import LossMixin
 
 __all__ = ["DepthDistillationLoss"]
 
 
-class DepthDistillationLoss(LossModule):
+class DepthDistillationLoss(LossMixin, LossModule):
     r"""Distance of a student's actions to its teacher's, and of its yaw angles to the true ones.
 
-    ``mean |teacher_action - student_action|_2 + mean |yaw - yaw_prediction|_2``, norms of vectors, not squared. Actions
-    count at every step, yaw angles where the encoder ran (``depth_new``; everywhere if the data has no such entry).
+    - ``loss_action = mean |teacher_action - student_action|``, over all steps;
+    - ``loss_yaw = mean |yaw - yaw_prediction|`` (rad), over the steps at which the encoder saw a new image
+      (``depth_new``; all steps if the data has no such entry).
 
-    Reads rollouts that still carry the graph, ``[*batch]`` as ``DepthDistillationCollector`` yields them, and reaches
-    the student through them: by back-propagation through time over the whole rollout. The student that acted must be
-    this one; the loss keeps it as it is (no functional copy).
+    Both are Euclidean norms, not squared.
 
-    Outputs: ``loss_action`` and ``loss_yaw`` (rad).
+    Reads rollouts ``[*batch]`` that still carry the graph, as ``DepthDistillationCollector`` yields them. The gradient
+    reaches the student through the data, by back-propagation through time over the whole rollout: the student that
+    acted must be this one. The loss keeps it as it is (no functional copy).
 
     Args:
         student: the student that acted, or its policy.
-        reduction: "mean" (default) or "sum" over what counts, or "none": one value per step ``[*batch]``, zero where a
-            yaw angle does not count.
+        reduction: "mean" (default) or "sum" over the steps that count, or "none": one value per step, ``[*batch]``,
+            which is zero where the yaw does not count.
 
     Raises:
         ValueError: for an unknown reduction, entries whose shapes do not fit each other, or data without a graph.
@@ -65,80 +67,49 @@ class DepthDistillationLoss(LossModule):
         yaw_prediction: NestedKey = "yaw_prediction"
         depth_new: NestedKey = "depth_new"
 
-    default_keys = _AcceptedKeys
-    tensor_keys: _AcceptedKeys
-    rollout_kind: ClassVar[str] = "differentiable"
-
     student: DepthStudent
-    _in_keys: list[NestedKey] | None
-    _out_keys: list[NestedKey] | None
 
     def __init__(
         self, student: DepthStudent | DepthPolicy, *, reduction: Literal["mean", "sum", "none"] = "mean"
     ) -> None:
-        if reduction not in ("mean", "sum", "none"):
-            raise ValueError(f"DepthDistillationLoss needs reduction 'mean', 'sum' or 'none', got {reduction!r}.")
-        super().__init__()
+        super().__init__(reduction=reduction)
         self.student = student.module if isinstance(student, DepthPolicy) else student
-        self.reduction = reduction
-        self._in_keys = self._out_keys = None
 
-    @property
-    def in_keys(self) -> list[NestedKey]:
-        """The entries that ``forward`` reads."""
-        if self._in_keys is None:
-            keys = self.tensor_keys
-            self._in_keys = [keys.teacher_action, keys.student_action, keys.yaw, keys.yaw_prediction, keys.depth_new]
-        return self._in_keys
+    def _make_in_keys(self) -> list[NestedKey]:
+        keys = self.tensor_keys
+        return [keys.teacher_action, keys.student_action, keys.yaw, keys.yaw_prediction, keys.depth_new]
 
-    @in_keys.setter
-    def in_keys(self, values: list[NestedKey]) -> None:
-        self._in_keys = values
-
-    @property
-    def out_keys(self) -> list[NestedKey]:
-        """The entries that ``forward`` returns."""
-        if self._out_keys is None:
-            self._out_keys = ["loss_action", "loss_yaw"]
-        return self._out_keys
-
-    @out_keys.setter
-    def out_keys(self, values: list[NestedKey]) -> None:
-        self._out_keys = values
-
-    def _forward_value_estimator_keys(self, **kwargs: NestedKey) -> None:
-        self._in_keys = None  # no estimator; the keys were renamed
+    def _make_out_keys(self) -> list[NestedKey]:
+        return ["loss_action", "loss_yaw"]
 
     def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
         """Trained parameters: "student_actor", "depth_backbone" (convolutions) and "depth_recurrent" (the rest)."""
         encoder = self.student.encoder
         recurrent = [module for name, module in encoder.named_children() if name != "backbone"]
-        parts: dict[str, list[nn.Module]] = {
-            "student_actor": [self.student.actor],
-            "depth_backbone": [encoder.backbone],
-            "depth_recurrent": recurrent,
-        }
         return {
-            name: [p for module in modules for p in module.parameters() if p.requires_grad]
-            for name, modules in parts.items()
+            "student_actor": self._trained(self.student.actor),
+            "depth_backbone": self._trained(encoder.backbone),
+            "depth_recurrent": self._trained(*recurrent),
         }
 
     @dispatch
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Computes the losses of a batch ``[*batch]``."""
+        """Computes the losses of a batch of any shape."""
         keys = self.tensor_keys
         action = self._distance(tensordict, keys.teacher_action, keys.student_action)
         yaw = self._distance(tensordict, keys.yaw, keys.yaw_prediction)
         new = tensordict.get(keys.depth_new, None)
         counted = torch.ones_like(yaw, dtype=torch.bool) if new is None else new.bool().reshape(yaw.shape)
-        # where: between images nothing is counted, whatever it is.
+        # where, not a product: what lies between two images may be NaN.
         yaw = torch.where(counted, yaw, 0.0)
-        return TensorDict(
-            loss_action=self._reduce(action, action.numel()),
-            loss_yaw=self._reduce(yaw, counted.sum().clamp(min=1)),
-        )
+        if self.reduction == "mean":
+            loss_yaw = yaw.sum() / counted.sum().clamp(min=1)
+        else:
+            loss_yaw = self._reduce_loss(yaw)
+        return TensorDict(loss_action=self._reduce_loss(action), loss_yaw=loss_yaw)
 
     def _distance(self, tensordict: TensorDictBase, target: NestedKey, prediction: NestedKey) -> Tensor:
+        """The distance of two entries ``[*batch, width]``, ``[*batch]``, with gradient to the prediction alone."""
         wanted, given = tensordict.get(target), tensordict.get(prediction)
         if wanted.shape != given.shape or given.dim() != tensordict.batch_dims + 1:
             raise ValueError(
@@ -151,8 +122,3 @@ class DepthDistillationLoss(LossModule):
                 "inside its loop, before the rollout is detached."
             )
         return torch.linalg.vector_norm(wanted.detach() - given, dim=-1)
-
-    def _reduce(self, values: Tensor, count: Tensor | int) -> Tensor:
-        if self.reduction == "none":
-            return values
-        return values.sum() / count if self.reduction == "mean" else values.sum()

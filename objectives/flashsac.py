@@ -7,7 +7,7 @@ import copy
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torchrl.objectives import LossModule
 
 from edenrl.modules import FlashActor, FlashCritic
+from edenrl.objectives.base import LossMixin, require, require_not_negative
 
 __all__ = ["FlashSACLoss", "project_distribution", "squashed_sample"]
 
@@ -81,7 +82,7 @@ def _held_fixed(module: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
-class FlashSACLoss(LossModule):
+class FlashSACLoss(LossMixin, LossModule):
     r"""Losses of FlashSAC on a batch of (n-step) transitions; ``actor_loss`` and its kin compute one of them alone.
 
     Actions are in [-1, 1]. With :math:`\alpha` the temperature, :math:`Q` the smaller of the members' values:
@@ -141,17 +142,12 @@ class FlashSACLoss(LossModule):
         terminated: NestedKey = "terminated"
         steps_to_next_obs: NestedKey = "steps_to_next_obs"
 
-    default_keys = _AcceptedKeys
-    tensor_keys: _AcceptedKeys
-    rollout_kind: ClassVar[Literal["standard", "differentiable"]] = "standard"
     _schedulable_buffers = frozenset({"bc_coeff"})
 
     actor_network: ProbabilisticTensorDictSequential
     critic_network: TensorDictModule
     target_critic: TensorDictModule
     bc_coeff: Tensor | None
-    _in_keys: list[NestedKey] | None
-    _out_keys: list[NestedKey] | None
 
     def __init__(
         self,
@@ -166,23 +162,18 @@ class FlashSACLoss(LossModule):
         bc_coeff: float = 0.0,
         reduction: Literal["mean", "sum", "none"] = "mean",
     ) -> None:
-        for name, value, good, wanted in (
-            ("gamma", gamma, 0 < gamma <= 1, "in (0, 1]"),
-            ("alpha_init", alpha_init, alpha_init > 0, "> 0"),
-            ("target_sigma", target_sigma, target_sigma > 0, "> 0"),
-            ("tau", tau, 0 < tau <= 1, "in (0, 1]"),
-            ("bc_coeff", bc_coeff, bc_coeff >= 0, ">= 0"),
-            ("reduction", reduction, reduction in ("mean", "sum", "none"), "'mean', 'sum' or 'none'"),
-        ):
-            if not good:
-                raise ValueError(f"FlashSACLoss needs {name} {wanted}, got {value!r}.")
+        require(self, "gamma", gamma, 0 < gamma <= 1, "in (0, 1]")
+        require(self, "alpha_init", alpha_init, alpha_init > 0, "> 0")
+        require(self, "target_sigma", target_sigma, target_sigma > 0, "> 0")
+        require(self, "tau", tau, 0 < tau <= 1, "in (0, 1]")
+        require_not_negative(self, bc_coeff=bc_coeff)
         parts = getattr(actor_network, "module", None) if hasattr(actor_network, "get_dist") else None
         actor = None if parts is None else getattr(parts[0], "module", None)
         if not isinstance(actor, FlashActor):
             raise ValueError(f"FlashSACLoss needs an actor from flash_actor, got {type(actor_network).__name__}.")
         if not isinstance(getattr(critic_network, "module", None), FlashCritic):
             raise ValueError(f"FlashSACLoss needs a critic from flash_critic, got {type(critic_network).__name__}.")
-        super().__init__()
+        super().__init__(reduction=reduction)
         self.actor_network, self.critic_network = actor_network, critic_network
         self.target_critic = copy.deepcopy(critic_network).requires_grad_(False)
         num_actions = len(actor.mean_bias)
@@ -192,48 +183,20 @@ class FlashSACLoss(LossModule):
             else float(target_entropy)
         )
         self.log_alpha = nn.Parameter(torch.tensor(math.log(alpha_init)))
-        self.register_buffer("bc_coeff", torch.tensor(float(bc_coeff)) if bc_coeff > 0 else None)
-        self.gamma, self.tau, self.reduction = gamma, tau, reduction
-        self._in_keys = self._out_keys = None
+        self.register_optional_coeff("bc_coeff", bc_coeff or None)
+        self.gamma, self.tau = gamma, tau
 
-    def __setattr__(self, name: str, value: object) -> None:
-        # Absent rather than zero: the coefficient of a term that was not built must not be assigned in vain.
-        if name == "bc_coeff" and self._buffers.get(name, value) is None:
-            raise AttributeError("This FlashSACLoss has no bc term; build it with bc_coeff > 0 to change it later.")
-        super().__setattr__(name, value)
+    def _make_in_keys(self) -> list[NestedKey]:
+        names = self.tensor_keys
+        groups = [*self.actor_network.in_keys, *self._critic_groups]
+        ends = [unravel_key(("next", key)) for key in (*groups, names.reward, names.terminated)]
+        return list(dict.fromkeys([*groups, names.action, *ends, names.steps_to_next_obs]))
 
-    @property
-    def in_keys(self) -> list[NestedKey]:
-        """The entries that ``forward`` reads; ``steps_to_next_obs`` may be absent and is then 1."""
-        if self._in_keys is None:
-            names = self.tensor_keys
-            groups = [*self.actor_network.in_keys, *self._critic_groups]
-            ends = [unravel_key(("next", key)) for key in (*groups, names.reward, names.terminated)]
-            self._in_keys = list(dict.fromkeys([*groups, names.action, *ends, names.steps_to_next_obs]))
-        return self._in_keys
-
-    @in_keys.setter
-    def in_keys(self, values: list[NestedKey] | None) -> None:
-        self._in_keys = values
-
-    def _set_in_keys(self) -> None:
-        self._in_keys = None
-
-    def _forward_value_estimator_keys(self, **kwargs: NestedKey) -> None:
-        self._in_keys = None
-
-    @property
-    def out_keys(self) -> list[NestedKey]:
-        """The entries that ``forward`` returns."""
-        if self._out_keys is None:
-            keys: list[NestedKey] = ["loss_actor", "loss_temperature", "loss_critic"]
-            keys += ["loss_bc"] if self.bc_coeff is not None else []
-            self._out_keys = [*keys, "entropy", "alpha", "q_value", "target_value"]
-        return self._out_keys
-
-    @out_keys.setter
-    def out_keys(self, values: list[NestedKey]) -> None:
-        self._out_keys = values
+    def _make_out_keys(self) -> list[NestedKey]:
+        losses = ["loss_actor", "loss_temperature", "loss_critic"]
+        if self.bc_coeff is not None:
+            losses.append("loss_bc")
+        return [*losses, "entropy", "alpha", "q_value", "target_value"]
 
     @property
     def _critic_groups(self) -> list[NestedKey]:
@@ -247,9 +210,9 @@ class FlashSACLoss(LossModule):
     def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
         """Trained parameters by group: "policy", "temperature" and "critic"."""
         return {
-            "policy": [p for p in self.actor_network.parameters() if p.requires_grad],
+            "policy": self._trained(self.actor_network),
             "temperature": [self.log_alpha],
-            "critic": [p for p in self.critic_network.parameters() if p.requires_grad],
+            "critic": self._trained(self.critic_network),
         }
 
     @property

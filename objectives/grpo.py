@@ -13,6 +13,7 @@ from tensordict import NestedKey, TensorDictBase
 from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModuleBase, dispatch
 from torch import Tensor, nn
 
+from edenrl.objectives.base import require_not_negative
 from edenrl.objectives.ppo import PPOLoss
 
 __all__ = ["GRPOLoss", "GroupRelativeAdvantage"]
@@ -252,8 +253,6 @@ class GRPOLoss(PPOLoss):
     class _AcceptedKeys(PPOLoss._AcceptedKeys):
         mask: NestedKey = "group_mask"
 
-    default_keys = _AcceptedKeys
-    tensor_keys: _AcceptedKeys
     _schedulable_buffers = frozenset({"kl_coeff"})
 
     reference: ProbabilisticTensorDictSequential | None
@@ -269,8 +268,7 @@ class GRPOLoss(PPOLoss):
         reduction: str = "mean",
         functional: bool = True,
     ) -> None:
-        if kl_coeff < 0:
-            raise ValueError(f"GRPOLoss needs kl_coeff >= 0, got {kl_coeff}.")
+        require_not_negative(self, kl_coeff=kl_coeff)
         # First, because a functional loss takes the parameters out of the network.
         reference = _frozen_copy(actor_network) if kl_coeff else None
         super().__init__(
@@ -283,31 +281,16 @@ class GRPOLoss(PPOLoss):
             functional=functional,
         )
         self.reference = reference
-        self.register_buffer("kl_coeff", torch.tensor(kl_coeff) if kl_coeff else None)
+        self.register_optional_coeff("kl_coeff", kl_coeff or None)
         self.register_load_state_dict_pre_hook(_require_reference)
         self._kept: dict[str, Any] = {}
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "kl_coeff" and self._buffers.get(name, value) is None:
-            raise AttributeError(
-                "This GRPOLoss was built without a reference policy; build it with kl_coeff > 0 to change it later."
-            )
-        super().__setattr__(name, value)
+    def _make_in_keys(self) -> list[NestedKey]:
+        return [*super()._make_in_keys(), self.tensor_keys.mask]
 
-    def _set_in_keys(self) -> None:
-        super()._set_in_keys()
-        self._in_keys.append(self.tensor_keys.mask)
-
-    @property
-    def out_keys(self) -> list[NestedKey]:
-        """The entries that ``forward`` returns."""
-        if self._out_keys is None:
-            self._out_keys = [*super().out_keys, *(["loss_kl", "kl_reference"] if self.reference is not None else [])]
-        return self._out_keys
-
-    @out_keys.setter
-    def out_keys(self, values: list[NestedKey]) -> None:
-        self._out_keys = values
+    def _make_out_keys(self) -> list[NestedKey]:
+        penalty = [] if self.reference is None else ["loss_kl", "kl_reference"]
+        return [*super()._make_out_keys(), *penalty]
 
     def _loss_mask_keys(self) -> tuple[NestedKey, ...]:
         return (self.tensor_keys.mask, *super()._loss_mask_keys())

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
@@ -15,12 +14,13 @@ from torch import Tensor, nn
 from torchrl.objectives import LossModule
 
 from edenrl.modules import HIMEstimator, SignedPermutation, sinkhorn
+from edenrl.objectives.base import LossMixin, require
 from edenrl.objectives.ppo import PPOLoss
 
 __all__ = ["HIMEstimatorLoss", "HIMLoss"]
 
 
-class HIMEstimatorLoss(LossModule):
+class HIMEstimatorLoss(LossMixin, LossModule):
     r"""Trains a ``HIMEstimator``: its velocity on the true one, its latent to name the same prototype as what follows.
 
     ``loss_estimation`` is the mean squared error of the velocity that the history gives against the one in the *next*
@@ -65,12 +65,6 @@ class HIMEstimatorLoss(LossModule):
         history: NestedKey = "history"
         critic: NestedKey = "critic"
 
-    default_keys = _AcceptedKeys
-    tensor_keys: _AcceptedKeys
-    rollout_kind: ClassVar[Literal["standard", "differentiable"]] = "standard"
-    _in_keys: list[NestedKey] | None
-    _out_keys: list[NestedKey] | None
-
     def __init__(
         self,
         estimator: HIMEstimator,
@@ -80,51 +74,23 @@ class HIMEstimatorLoss(LossModule):
         sinkhorn_iterations: int = 3,
         reduction: Literal["mean", "sum", "none"] = "mean",
     ) -> None:
-        for name, value, good, wanted in (
-            ("temperature", temperature, temperature > 0, "> 0"),
-            ("sinkhorn_eps", sinkhorn_eps, sinkhorn_eps > 0, "> 0"),
-            ("sinkhorn_iterations", sinkhorn_iterations, sinkhorn_iterations >= 1, ">= 1"),
-            ("reduction", reduction, reduction in ("mean", "sum", "none"), "'mean', 'sum' or 'none'"),
-        ):
-            if not good:
-                raise ValueError(f"HIMEstimatorLoss needs {name} {wanted}, got {value!r}.")
-        super().__init__()
+        require(self, "temperature", temperature, temperature > 0, "> 0")
+        require(self, "sinkhorn_eps", sinkhorn_eps, sinkhorn_eps > 0, "> 0")
+        require(self, "sinkhorn_iterations", sinkhorn_iterations, sinkhorn_iterations >= 1, ">= 1")
+        super().__init__(reduction=reduction)
         self.estimator = estimator
         self.temperature, self.sinkhorn_eps, self.sinkhorn_iterations = temperature, sinkhorn_eps, sinkhorn_iterations
-        self.reduction = reduction
-        self._in_keys = self._out_keys = None
 
-    @property
-    def in_keys(self) -> list[NestedKey]:
-        """The entries that ``forward`` reads."""
-        if self._in_keys is None:
-            self._in_keys = [self.tensor_keys.history, ("next", self.tensor_keys.critic)]
-        return self._in_keys
+    def _make_in_keys(self) -> list[NestedKey]:
+        return [self.tensor_keys.history, ("next", self.tensor_keys.critic)]
 
-    @in_keys.setter
-    def in_keys(self, values: list[NestedKey]) -> None:
-        self._in_keys = values
-
-    @property
-    def out_keys(self) -> list[NestedKey]:
-        """The entries that ``forward`` returns."""
-        if self._out_keys is None:
-            metrics: list[NestedKey] = [
-                "velocity_error", "velocity_error_relative", "prototype_entropy", "latent_variance"
-            ]  # fmt: skip
-            self._out_keys = ["loss_swap", "loss_estimation", *metrics]
-        return self._out_keys
-
-    @out_keys.setter
-    def out_keys(self, values: list[NestedKey]) -> None:
-        self._out_keys = values
-
-    def _forward_value_estimator_keys(self, **kwargs: NestedKey) -> None:
-        self._in_keys = None  # no estimator of values; the keys were renamed
+    def _make_out_keys(self) -> list[NestedKey]:
+        metrics = ["velocity_error", "velocity_error_relative", "prototype_entropy", "latent_variance"]
+        return ["loss_swap", "loss_estimation", *metrics]
 
     def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
         """Trained parameters: one group, "estimator"."""
-        return {"estimator": [p for p in self.estimator.parameters() if p.requires_grad]}
+        return {"estimator": self._trained(self.estimator)}
 
     @dispatch
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -140,8 +106,8 @@ class HIMEstimatorLoss(LossModule):
         estimation = (velocity - true_velocity).square().mean(-1)
         out = TensorDict(
             {
-                "loss_swap": self._reduce(swap, tensordict),
-                "loss_estimation": self._reduce(estimation, tensordict),
+                "loss_swap": self._reduce_loss(swap.reshape(tensordict.batch_size), tensordict),
+                "loss_estimation": self._reduce_loss(estimation.reshape(tensordict.batch_size), tensordict),
             }
         )
         with torch.no_grad():
@@ -172,11 +138,6 @@ class HIMEstimatorLoss(LossModule):
                 )
             found.append(value.reshape(-1, width))
         return found[0], found[1]
-
-    def _reduce(self, values: Tensor, tensordict: TensorDictBase) -> Tensor:
-        if self.reduction == "none":
-            return values.reshape(tensordict.batch_size)
-        return values.mean() if self.reduction == "mean" else values.sum()
 
 
 class HIMLoss(PPOLoss):
@@ -238,11 +199,10 @@ class HIMLoss(PPOLoss):
         symmetry_scale: float = 1.0,
         **kwargs: Any,
     ) -> None:
-        if not 0 <= symmetry_scale < math.inf:
-            raise ValueError(f"HIMLoss needs symmetry_scale >= 0, got {symmetry_scale}.")
+        require(self, "symmetry_scale", symmetry_scale, 0 <= symmetry_scale < math.inf, ">= 0")
         super().__init__(actor_network, critic_network, **kwargs)
         self.mirrors = None if mirrors is None else dict(mirrors)
-        self.register_buffer("symmetry_scale", None if mirrors is None else torch.tensor(float(symmetry_scale)))
+        self.register_optional_coeff("symmetry_scale", None if mirrors is None else symmetry_scale, needs="mirrors")
         self._loc: Tensor | None = None
         if mirrors is not None:
             read = [*actor_network.in_keys, *(critic_network.in_keys if critic_network is not None else [])]
@@ -258,29 +218,16 @@ class HIMLoss(PPOLoss):
                     f"{actor_network.out_keys}, not 'loc' and 'scale'. Leave mirrors out."
                 )
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "symmetry_scale" and self._buffers.get(name, value) is None:
-            raise AttributeError("This HIMLoss was built without mirrors and has no symmetry terms to scale.")
-        super().__setattr__(name, value)
-
-    @property
-    def out_keys(self) -> list[NestedKey]:
-        """The entries that ``forward`` returns."""
-        if self._out_keys is None:
-            keys = [*super().out_keys]
-            if self.mirrors is not None:
-                keys += ["loss_actor_symmetry", "equivariance_error"]
-                keys += ["loss_critic_symmetry"] if self._has_critic else []
-            self._out_keys = keys
-        return self._out_keys
-
-    @out_keys.setter
-    def out_keys(self, values: list[NestedKey]) -> None:
-        self._out_keys = values
+    def _make_out_keys(self) -> list[NestedKey]:
+        keys = super()._make_out_keys()
+        if self.mirrors is not None:
+            keys += ["loss_actor_symmetry", "equivariance_error"]
+            keys += ["loss_critic_symmetry"] if self._has_critic else []
+        return keys
 
     def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
         """Trained parameters by group, "policy" (the estimator left out) and "critic"."""
-        actor = self.actor_network_params if self.functional else self.actor_network
+        actor = self._parameters_of("actor_network")
         estimator = {id(p) for name, p in actor.named_parameters() if "estimator" in name.split(".")}
         groups = super().parameter_groups()
         return groups | {"policy": [p for p in groups["policy"] if id(p) not in estimator]}
@@ -308,7 +255,7 @@ class HIMLoss(PPOLoss):
 
     def _add_symmetry(self, out: TensorDictBase, tensordict: TensorDictBase) -> TensorDictBase:
         assert self.mirrors is not None and self.symmetry_scale is not None
-        with self._weights("actor_network"):
+        with self._with_parameters("actor_network"):
             dist = self.actor_network.get_dist(self._mirrored(tensordict, self.actor_network.in_keys))
         mirrored = self._gaussian_parameters(dist)
         if self._loc is None or mirrored is None:
@@ -321,19 +268,10 @@ class HIMLoss(PPOLoss):
             out.set("equivariance_error", (squares.mean() / size.clamp_min(torch.finfo(size.dtype).tiny)).sqrt())
         if self._has_critic:
             keys = self.critic_network.in_keys
-            with self._weights("critic_network"):
+            with self._with_parameters("critic_network"):
                 with torch.no_grad():
                     value = self.critic_network(tensordict.select(*keys)).get(self.tensor_keys.value)
                 mirrored_value = self.critic_network(self._mirrored(tensordict, keys)).get(self.tensor_keys.value)
             squares = (mirrored_value - value).square().mean(-1)
             out.set("loss_critic_symmetry", self._reduce_loss(self.symmetry_scale * squares, tensordict))
         return out
-
-    def _weights(self, network: str) -> contextlib.AbstractContextManager[Any]:
-        """The network with its parameters, which a functional loss keeps beside it."""
-        if not self.functional:
-            return contextlib.nullcontext()
-        parameters: contextlib.AbstractContextManager[Any] = getattr(self, f"{network}_params").to_module(
-            getattr(self, network)
-        )
-        return parameters

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
@@ -13,24 +13,29 @@ from torch import Tensor, nn
 from torchrl.objectives import LossModule
 
 from edenrl.modules import SignedPermutation
+from edenrl.objectives.base import LossMixin, require_not_negative
 
 __all__ = ["MirrorLoss"]
 
 
-class MirrorLoss(LossModule):
+class MirrorLoss(LossMixin, LossModule):
     r"""Mean squared difference between the action of the mirrored observation and the mirrored action.
 
-    ``loss_symmetry = symmetry_coeff * mean((mu(M o) - M mu(o))^2)`` over batch and action components, with the mean
-    action ``mu`` of any Gaussian actor. Both sides carry gradient. Add its entries to those of the loss that trains the
-    actor, and step on the sum: ``step(loss(batch).update(mirror(batch)))``.
+    ``loss_symmetry = symmetry_coeff * mean (mu(M o) - M mu(o))^2`` over batch and action components: ``o`` is the
+    observation, ``M`` mirrors, and ``mu`` is the mean action of a Gaussian policy. Both terms carry gradient. The
+    detached scalar ``symmetry_error`` is the loss before its coefficient.
+
+    Add the output to that of the loss that trains the actor, and step on the sum:
+    ``step(loss(batch).update(mirror(batch)))``.
 
     Args:
-        actor_network: the policy; its distribution must have a ``loc`` (before any tanh). It is kept as it is.
-        mirrors: a ``SignedPermutation`` for everything that the policy reads and for ``action_key``, as an environment
-            publishes them in ``env.mirrors``.
-        symmetry_coeff: weight. Default 1.
-        action_key: the action's name in ``mirrors``. Default "action".
-        reduction: "mean" (default), "sum" over the batch, or "none".
+        actor_network: the policy; its distribution must have a ``loc`` (before any tanh). The loss keeps it as it is
+            (no functional copy).
+        mirrors: a ``SignedPermutation`` for every entry that the policy reads and one for ``action_key``. Environments
+            publish theirs as ``env.mirrors``.
+        symmetry_coeff: weight, at least 0. Default 1.
+        action_key: name of the action in ``mirrors``. Default "action".
+        reduction: "mean" (default) or "sum" over the batch, or "none": one value per sample, ``[*batch]``.
 
     Raises:
         ValueError: a missing mirror, a policy without ``loc``, a negative weight or an unknown reduction.
@@ -51,11 +56,7 @@ class MirrorLoss(LossModule):
     class _AcceptedKeys:
         loc: NestedKey = "loc"
 
-    default_keys = _AcceptedKeys
-    tensor_keys: _AcceptedKeys
-    rollout_kind: ClassVar[str] = "standard"
     _schedulable_buffers = frozenset({"symmetry_coeff"})
-
     actor_network: ProbabilisticTensorDictSequential
     symmetry_coeff: Tensor
 
@@ -68,11 +69,7 @@ class MirrorLoss(LossModule):
         action_key: str = "action",
         reduction: Literal["mean", "sum", "none"] = "mean",
     ) -> None:
-        if symmetry_coeff < 0 or reduction not in ("mean", "sum", "none"):
-            raise ValueError(
-                "MirrorLoss needs symmetry_coeff >= 0 and reduction 'mean', 'sum' or 'none', got "
-                f"{symmetry_coeff} and {reduction!r}."
-            )
+        require_not_negative(self, symmetry_coeff=symmetry_coeff)
         read = list(actor_network.in_keys)
         if missing := [key for key in (*read, action_key) if key not in mirrors]:
             raise ValueError(
@@ -84,44 +81,25 @@ class MirrorLoss(LossModule):
                 f"MirrorLoss needs a policy that writes 'loc', such as gaussian_actor's; this one writes "
                 f"{list(actor_network.out_keys)}."
             )
-        super().__init__()
+        super().__init__(reduction=reduction)
         self.actor_network = actor_network
-        self.reduction = reduction
-        self.register_buffer("symmetry_coeff", torch.tensor(float(symmetry_coeff)))
-        # Not registered: they describe the task and are no state to be restored.
-        self._mirrors = [mirrors[key] for key in (*read, action_key)]
-        self._in_keys: list[NestedKey] = read
-        self._out_keys: list[NestedKey] = ["loss_symmetry", "symmetry_error"]
+        self.register_coeff_buffer("symmetry_coeff", float(symmetry_coeff))
+        # In a dict and a tuple, so that they are not registered: they describe the task and are no state.
+        self._mirrors = {key: mirrors[key] for key in read}
+        self._action_mirror = (mirrors[action_key],)
 
-    @property
-    def in_keys(self) -> list[NestedKey]:
-        """The entries that ``forward`` reads."""
-        return self._in_keys
+    def _make_in_keys(self) -> list[NestedKey]:
+        return list(self.actor_network.in_keys)
 
-    @in_keys.setter
-    def in_keys(self, values: list[NestedKey]) -> None:
-        self._in_keys = values
-
-    @property
-    def out_keys(self) -> list[NestedKey]:
-        """The entries that ``forward`` returns."""
-        return self._out_keys
-
-    @out_keys.setter
-    def out_keys(self, values: list[NestedKey]) -> None:
-        self._out_keys = values
-
-    def _forward_value_estimator_keys(self, **kwargs: NestedKey) -> None:
-        """Nothing to forward: there is no estimator."""
+    def _make_out_keys(self) -> list[NestedKey]:
+        return ["loss_symmetry", "symmetry_error"]
 
     def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
         """Trained parameters: one group, "policy", of those that the mean depends on."""
-        parameters = [p for p in self.actor_network.parameters() if p.requires_grad]
+        parameters = self._trained(self.actor_network)
         like = next(self.actor_network.parameters())
-        # Asked of the graph: the noise and, in some policies, whole parts do not take part in the mean.
-        widths = {
-            key: len(mirror.index) for key, mirror in zip(self.actor_network.in_keys, self._mirrors, strict=False)
-        }
+        # The graph tells: the mean does not depend on the noise, nor, in some policies, on whole parts.
+        widths = {key: len(mirror.index) for key, mirror in self._mirrors.items()}
         probe = TensorDict({key: like.new_zeros(1, width) for key, width in widths.items()}, batch_size=[1])
         with torch.enable_grad():
             mean = self.actor_network.get_dist_params(probe).get(self.tensor_keys.loc)
@@ -133,12 +111,13 @@ class MirrorLoss(LossModule):
         """Computes the loss of a batch of any shape."""
         observation = tensordict.select(*self.actor_network.in_keys)
         mirrored = observation.copy()
-        *mirrors, action_mirror = (mirror.to(self.symmetry_coeff.device) for mirror in self._mirrors)
-        for key, mirror in zip(self.actor_network.in_keys, mirrors, strict=True):
-            mirrored.set(key, mirror(observation.get(key)))
+        device = self.symmetry_coeff.device
+        for key, mirror in self._mirrors.items():
+            mirrored.set(key, mirror.to(device)(observation.get(key)))
         # One pass over both: networks cost less in large batches.
         both = self.actor_network.get_dist_params(torch.stack([observation, mirrored])).get(self.tensor_keys.loc)
-        error = (both[1] - action_mirror(both[0])).square().mean(-1)
+        (action_mirror,) = self._action_mirror
+        error = (both[1] - action_mirror.to(device)(both[0])).square().mean(-1)
         return TensorDict(
             {
                 "loss_symmetry": self._reduce_loss(self.symmetry_coeff * error, tensordict),

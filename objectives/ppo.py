@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -13,6 +13,7 @@ from torchrl.modules import IndependentNormal, TanhNormal
 from torchrl.objectives import ClipPPOLoss
 
 from edenrl.modules import merge_moments, several_processes
+from edenrl.objectives.base import LossMixin, require, require_not_negative
 
 __all__ = ["PPOLoss", "gaussian_kl"]
 
@@ -30,7 +31,7 @@ def gaussian_kl(old_loc: Tensor, old_scale: Tensor, loc: Tensor, scale: Tensor) 
     ).sum(-1)
 
 
-class PPOLoss(ClipPPOLoss):
+class PPOLoss(LossMixin, ClipPPOLoss):
     r"""TorchRL's ``ClipPPOLoss`` with what training on robots needs beside it.
 
     Differences from the parent: ``kl`` is the exact KL(old || new) for diagonal Gaussians, from the ``loc`` and
@@ -80,12 +81,8 @@ class PPOLoss(ClipPPOLoss):
         loc: NestedKey = "loc"
         scale: NestedKey = "scale"
 
-    rollout_kind: ClassVar[Literal["standard", "differentiable"]] = "standard"
-    default_keys = _AcceptedKeys
-    tensor_keys: _AcceptedKeys
     _schedulable_buffers = frozenset({"action_bound_coeff"})
 
-    _out_keys: list[NestedKey] | None
     actor_network: TensorDictModule
     critic_network: TensorDictModule
     actor_network_params: TensorDictParams
@@ -106,21 +103,14 @@ class PPOLoss(ClipPPOLoss):
         action_bound_coeff: float = 0.0,
         **kwargs: Any,
     ) -> None:
-        coefficients = dict(
-            entropy_coeff=entropy_coeff, critic_coeff=critic_coeff, action_bound_coeff=action_bound_coeff
+        require_not_negative(
+            self, entropy_coeff=entropy_coeff, critic_coeff=critic_coeff, action_bound_coeff=action_bound_coeff
         )
-        for name, value in coefficients.items():
-            if isinstance(value, (int, float)) and value < 0:
-                raise ValueError(f"{type(self).__name__} needs {name} >= 0, got {value}.")
-        if not isinstance(clip_value, bool) and clip_value <= 0:
-            raise ValueError(
-                f"{type(self).__name__} needs clip_value True, False or a positive range, got {clip_value}."
-            )
-        if isinstance(clip_epsilon, (int, float)) and not 0 < clip_epsilon < 1:
-            raise ValueError(
-                f"{type(self).__name__} needs clip_epsilon in (0, 1), got {clip_epsilon}; pass (low, high) for a wider "
-                "upper range."
-            )
+        if not isinstance(clip_value, bool):
+            require(self, "clip_value", clip_value, clip_value > 0, "True, False or a positive range")
+        if isinstance(clip_epsilon, (int, float)):
+            wanted = "in (0, 1) or, for a wider upper range, as a pair (low, high)"
+            require(self, "clip_epsilon", clip_epsilon, 0 < clip_epsilon < 1, wanted)
         if kwargs.get("separate_losses") and kwargs.get("functional") is False:
             raise ValueError(
                 "separate_losses=True needs functional=True: otherwise the value loss reaches a shared trunk."
@@ -136,19 +126,10 @@ class PPOLoss(ClipPPOLoss):
             log_explained_variance=False,
             **kwargs,
         )
-        self.register_buffer("action_bound_coeff", torch.tensor(action_bound_coeff) if action_bound_coeff else None)
+        self.register_optional_coeff("action_bound_coeff", action_bound_coeff or None)
         self._distribution: torch.distributions.Distribution | None = None
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        # Absent rather than zero: assigning a coefficient of a term that was not built must not do nothing.
-        if name == "action_bound_coeff" and self._buffers.get(name, value) is None:
-            raise AttributeError(
-                "This PPOLoss was built without an action bound; build it with action_bound_coeff > 0 to "
-                "change it later."
-            )
-        super().__setattr__(name, value)
-
-    def _set_in_keys(self) -> None:
+    def _make_in_keys(self) -> list[NestedKey]:
         names = self.tensor_keys
         keys = [*self.actor_network.in_keys, names.advantage]
         for several in (names.action, names.sample_log_prob):
@@ -157,36 +138,27 @@ class PPOLoss(ClipPPOLoss):
             keys += [names.loc, names.scale]
         if self._has_critic:
             keys += [*self.critic_network.in_keys, names.value, names.value_target]
-        self._in_keys = list(dict.fromkeys(keys))
+        return list(dict.fromkeys(keys))
 
-    @property
-    def out_keys(self) -> list[NestedKey]:
-        """The entries that ``forward`` returns."""
-        if self._out_keys is None:
-            keys = ["loss_objective", "clip_fraction", "kl_approx", "ESS", "max_ratio", "mean_ratio", "kl"]
-            if self.entropy_bonus:
-                keys += ["loss_entropy", "entropy"]
-            if self._has_critic:
-                keys += ["loss_critic", "explained_variance"]
-                if self.clip_value is not None:
-                    keys.append("value_clip_fraction")
-            if self.action_bound_coeff is not None:
-                keys.append("loss_action_bound")
-            self._out_keys = keys
-        return self._out_keys
-
-    @out_keys.setter
-    def out_keys(self, values: list[NestedKey]) -> None:
-        self._out_keys = values
+    def _make_out_keys(self) -> list[NestedKey]:
+        keys = ["loss_objective", "clip_fraction", "kl_approx", "ESS", "max_ratio", "mean_ratio", "kl"]
+        if self.entropy_bonus:
+            keys += ["loss_entropy", "entropy"]
+        if self._has_critic:
+            keys += ["loss_critic", "explained_variance"]
+            if self.clip_value is not None:
+                keys.append("value_clip_fraction")
+        if self.action_bound_coeff is not None:
+            keys.append("loss_action_bound")
+        return keys
 
     def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
         """Trained parameters by group, "policy" and "critic"; parameters of a shared trunk count as "policy"."""
-        actor = self.actor_network_params if self.functional else self.actor_network
-        groups = {"policy": [p for p in actor.parameters() if p.requires_grad]}
+        groups = {"policy": self._trained(self._parameters_of("actor_network"))}
         if self._has_critic:
-            critic = self.critic_network_params if self.functional else self.critic_network
             shared = {id(p) for p in groups["policy"]}
-            groups["critic"] = [p for p in critic.parameters() if p.requires_grad and id(p) not in shared]
+            critic = self._trained(self._parameters_of("critic_network"))
+            groups["critic"] = [p for p in critic if id(p) not in shared]
         return groups
 
     @dispatch

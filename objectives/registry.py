@@ -9,8 +9,6 @@ from torchrl.objectives import LossModule
 
 __all__ = ["make_loss", "register_loss", "registered_losses"]
 
-ROLLOUT_KINDS = ("standard", "differentiable")
-
 LossClass = TypeVar("LossClass", bound=type[LossModule])
 
 # Lower-case name -> (name as registered, class).
@@ -22,16 +20,14 @@ def register_loss(name: str, cls: Any = None, *, override: bool = False) -> Any:
 
     Args:
         name: the name; upper and lower case are the same.
-        cls: the ``LossModule`` class. Omit it to use ``register_loss(name)`` as a decorator. Its class attribute
-            ``rollout_kind`` says what data it learns from: "standard" (detached, from any collector or buffer) or
-            "differentiable" (with the autograd graph through the environment).
+        cls: the ``LossModule`` class. Omit it to use ``register_loss(name)`` as a decorator.
         override: replace an earlier registration. Default False.
 
     Returns:
         The class, or a decorator that returns it.
 
     Raises:
-        ValueError: the name is empty, or taken and ``override`` is False; or ``rollout_kind`` is missing or unknown.
+        ValueError: the name is empty, or taken and ``override`` is False.
         TypeError: ``cls`` is not a ``LossModule`` class.
 
     Examples:
@@ -54,10 +50,6 @@ def register_loss(name: str, cls: Any = None, *, override: bool = False) -> Any:
     def register(loss: LossClass) -> LossClass:
         if not isinstance(loss, type) or not issubclass(loss, LossModule):
             raise TypeError(f"register_loss({name!r}) was given {loss!r}; expected a LossModule class.")
-        kind = getattr(loss, "rollout_kind", None)
-        if kind not in ROLLOUT_KINDS:
-            kinds = " or ".join(map(repr, ROLLOUT_KINDS))
-            raise ValueError(f"{loss.__name__} has rollout_kind {kind!r}; give the class {kinds}.")
         _REGISTRY[name.lower()] = (name, loss)
         return loss
 
@@ -69,8 +61,8 @@ def registered_losses() -> dict[str, type[LossModule]]:
 
     Examples:
         >>> from edenrl.objectives import registered_losses
-        >>> registered_losses()["PPO"].rollout_kind
-        'standard'
+        >>> registered_losses()["PPO"].__name__
+        'PPOLoss'
     """
     return dict(sorted(_REGISTRY.values(), key=lambda entry: entry[0]))
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from torchrl.objectives import LossModule
 
 from edenrl.modules import RMAActor, RMAComposition, rma_composition
+from edenrl.objectives.base import LossMixin
 from edenrl.objectives.ppo import PPOLoss
 
 __all__ = ["LinearRamp", "RMADaggerLoss", "RMALoss"]
@@ -108,9 +108,6 @@ class RMALoss(PPOLoss):
     class _AcceptedKeys(PPOLoss._AcceptedKeys):
         history: NestedKey = "prop_history"
 
-    default_keys = _AcceptedKeys
-    tensor_keys: _AcceptedKeys
-
     def __init__(
         self,
         actor_network: ProbabilisticTensorDictSequential,
@@ -130,23 +127,14 @@ class RMALoss(PPOLoss):
         if net.flat is None and net.keys["history"] != self.tensor_keys.history:
             self.set_keys(history=net.keys["history"])
 
-    def _set_in_keys(self) -> None:
-        super()._set_in_keys()
+    def _make_in_keys(self) -> list[NestedKey]:
         net = rma_composition(self.actor_network)
         history = self.tensor_keys.history if net.flat is None else net.flat
-        self._in_keys = list(dict.fromkeys([*self._in_keys, history]))
+        return list(dict.fromkeys([*super()._make_in_keys(), history]))
 
-    @property
-    def out_keys(self) -> list[NestedKey]:
-        """The entries that ``forward`` returns."""
-        if self._out_keys is None:
-            own = ["loss_estimator", "loss_priv_reg", "latent_distance", "priv_reg_weight"]
-            self._out_keys = [*PPOLoss.out_keys.fget(self), *own]  # type: ignore[attr-defined]
-        return self._out_keys
-
-    @out_keys.setter
-    def out_keys(self, values: list[NestedKey]) -> None:
-        self._out_keys = values
+    def _make_out_keys(self) -> list[NestedKey]:
+        own = ["loss_estimator", "loss_priv_reg", "latent_distance", "priv_reg_weight"]
+        return [*super()._make_out_keys(), *own]
 
     def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
         """Trained parameters by group: "policy", "critic" and "estimator".
@@ -154,12 +142,13 @@ class RMALoss(PPOLoss):
         "policy" is the encoders of scan and privileged latent, backbone and noise; the history encoder is in no group.
         """
         groups = super().parameter_groups()
-        own = {name: self._parameters_of(name) for name in ("estimator", "history_encoder")}
+        own = {name: self._part(name) for name in ("estimator", "history_encoder")}
         apart = {id(p) for params in own.values() for p in params}
         groups["policy"] = [p for p in groups["policy"] if id(p) not in apart]
         return {**groups, "estimator": [p for p in own["estimator"] if p.requires_grad]}
 
-    def _parameters_of(self, part: str) -> list[nn.Parameter]:
+    def _part(self, part: str) -> list[nn.Parameter]:
+        """The parameters of one part of the ``RMAActor``."""
         if not self.functional:
             return list(getattr(rma_composition(self.actor_network).actor, part).parameters())
         path = next(name for name, module in self.actor_network.named_modules() if isinstance(module, RMAActor))
@@ -169,7 +158,7 @@ class RMALoss(PPOLoss):
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Computes the weighted losses and metrics of a batch of any shape."""
         out = super().forward(tensordict)
-        with self.actor_network_params.to_module(self.actor_network) if self.functional else contextlib.nullcontext():
+        with self._with_parameters("actor_network"):
             net = rma_composition(self.actor_network)
             explicit = net.chunk(tensordict, "priv_explicit")
             error = (net.actor.estimator(net.chunk(tensordict, "prop")) - explicit).square().mean(-1)
@@ -183,7 +172,7 @@ class RMALoss(PPOLoss):
         return out
 
 
-class RMADaggerLoss(LossModule):
+class RMADaggerLoss(LossMixin, LossModule):
     r"""Trains the history encoder of an ``RMAActor`` to give the privileged latent: ``mean |z_priv - z_hist|_2``.
 
     To be used on rollouts that the history latent has driven: the encoder then learns where it leads (DAgger, Ross et
@@ -215,10 +204,6 @@ class RMADaggerLoss(LossModule):
         priv_latent: NestedKey = "priv_latent"
         history: NestedKey = "prop_history"
 
-    default_keys = _AcceptedKeys
-    tensor_keys: _AcceptedKeys
-    rollout_kind: ClassVar[str] = "standard"
-
     actor_network: ProbabilisticTensorDictSequential
 
     def __init__(
@@ -227,45 +212,24 @@ class RMADaggerLoss(LossModule):
         *,
         reduction: Literal["mean", "sum", "none"] = "mean",
     ) -> None:
-        if reduction not in ("mean", "sum", "none"):
-            raise ValueError(f"RMADaggerLoss needs reduction 'mean', 'sum' or 'none', got {reduction!r}.")
         net = rma_composition(actor_network)
-        super().__init__()
-        self.actor_network, self.reduction = actor_network, reduction
-        self._out_keys: list[NestedKey] = ["loss_dagger"]
-        self._in_keys: list[NestedKey] | None = None
+        super().__init__(reduction=reduction)
+        self.actor_network = actor_network
         own = {name: net.keys[name] for name in ("priv_latent", "history")}
         if net.flat is None and own != {name: getattr(self.tensor_keys, name) for name in own}:
             self.set_keys(**own)
 
-    @property
-    def in_keys(self) -> list[NestedKey]:
-        """The entries that ``forward`` reads."""
-        if self._in_keys is None:
-            net, names = rma_composition(self.actor_network), self.tensor_keys
-            self._in_keys = [names.priv_latent, names.history] if net.flat is None else [net.flat]
-        return self._in_keys
+    def _make_in_keys(self) -> list[NestedKey]:
+        net, names = rma_composition(self.actor_network), self.tensor_keys
+        return [names.priv_latent, names.history] if net.flat is None else [net.flat]
 
-    @in_keys.setter
-    def in_keys(self, values: list[NestedKey]) -> None:
-        self._in_keys = values
-
-    @property
-    def out_keys(self) -> list[NestedKey]:
-        """The entries that ``forward`` returns."""
-        return self._out_keys
-
-    @out_keys.setter
-    def out_keys(self, values: list[NestedKey]) -> None:
-        self._out_keys = values
-
-    def _forward_value_estimator_keys(self, **kwargs: NestedKey) -> None:
-        self._in_keys = None  # no estimator; the keys were renamed
+    def _make_out_keys(self) -> list[NestedKey]:
+        return ["loss_dagger"]
 
     def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
         """Trained parameters: one group, "history_encoder"."""
         encoder = rma_composition(self.actor_network).actor.history_encoder
-        return {"history_encoder": [p for p in encoder.parameters() if p.requires_grad]}
+        return {"history_encoder": self._trained(encoder)}
 
     @dispatch
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:

@@ -325,7 +325,6 @@ def test_outputs_and_trained_parameters(actor, coefficient):
     sum(value for name, value in out.items() if name.startswith("loss_")).backward()
     assert {id(p) for p in loss.parameters() if p.grad is not None} == {id(p) for p in actor.parameters()}
     assert loss.parameter_groups() == {"policy": list(actor.parameters())}
-    assert loss.rollout_kind == "differentiable"
 
 
 def test_reductions_and_shapes(actor):

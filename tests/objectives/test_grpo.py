@@ -381,7 +381,7 @@ def test_coefficients():
         GRPOLoss(actor, kl_coeff=-1)
     with pytest.raises(ValueError, match=r"GRPOLoss needs clip_epsilon in \(0, 1\)"):
         GRPOLoss(actor, clip_epsilon=2.0)
-    with pytest.raises(AttributeError, match="built without a reference policy"):
+    with pytest.raises(AttributeError, match="built without the term that kl_coeff weighs"):
         GRPOLoss(actor, kl_coeff=0.0).kl_coeff = 0.1
     loss = GRPOLoss(actor)
     loss.kl_coeff = 0.5

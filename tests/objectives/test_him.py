@@ -370,7 +370,7 @@ def test_the_scale_can_be_scheduled_where_there_is_symmetry() -> None:
     for name in ("loss_actor_symmetry", "loss_critic_symmetry"):
         torch.testing.assert_close(after[name], 3 * before[name])
     assert float(loss.state_dict()["symmetry_scale"]) == 3.0
-    with pytest.raises(AttributeError, match="built without mirrors"):
+    with pytest.raises(AttributeError, match="the term that symmetry_scale weighs; build it with mirrors"):
         HIMLoss(actor, critic).symmetry_scale = 2.0
 
 

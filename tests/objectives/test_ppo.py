@@ -214,7 +214,7 @@ def test_missing_entries_are_named():
         PPOLoss(actor, critic, clip_value=False)(td.exclude("state_value"))
     with pytest.raises(KeyError, match="no 'advantage'. Run GAE on the rollout"):
         loss(td.exclude("advantage"))
-    with pytest.raises(ValueError, match=r"clip_epsilon in \(0, 1\), got 1.5"):
+    with pytest.raises(ValueError, match=r"clip_epsilon in \(0, 1\) or, .* as a pair \(low, high\), got 1.5"):
         PPOLoss(actor, critic, clip_epsilon=1.5)
     with pytest.raises(ValueError, match="needs functional=True"):
         PPOLoss(actor, critic, separate_losses=True, functional=False)
@@ -277,7 +277,7 @@ def test_explained_variance_compares_like_shapes_and_knows_constant_targets():
 
 def test_an_absent_action_bound_cannot_be_scheduled_in_silence():
     actor, critic = gaussian_actor({"observation": 3}, 2), value_critic({"observation": 3})
-    with pytest.raises(AttributeError, match="built without an action bound"):
+    with pytest.raises(AttributeError, match="built without the term that action_bound_coeff weighs"):
         PPOLoss(actor, critic).action_bound_coeff = 0.5
     loss = PPOLoss(actor, critic, action_bound_coeff=0.5)
     loss.action_bound_coeff = 1.0

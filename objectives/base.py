@@ -1,0 +1,239 @@
+"""What every loss shares: input and output keys, the reduction, coefficients, and access to trained parameters."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+from tensordict import NestedKey
+from torch import nn
+
+__all__ = ["LossMixin", "require", "require_not_negative"]
+
+REDUCTIONS = ("mean", "sum", "none")
+
+
+def require(owner: object, name: str, value: object, good: bool, wanted: str) -> None:
+    """Raises unless a setting is good.
+
+    Args:
+        owner: the object that was given the setting; its class is named in the message.
+        name: name of the setting.
+        value: what was given.
+        good: whether the value is allowed.
+        wanted: the allowed values in words, which complete "needs <name> ...".
+
+    Raises:
+        ValueError: ``good`` is False.
+
+    Examples:
+        >>> require(nn.Identity(), "gamma", 1.5, 0 <= 1.5 <= 1, "in [0, 1]")
+        Traceback (most recent call last):
+        ValueError: Identity needs gamma in [0, 1], got 1.5.
+    """
+    if not good:
+        raise ValueError(f"{type(owner).__name__} needs {name} {wanted}, got {value!r}.")
+
+
+def require_not_negative(owner: object, **settings: Any) -> None:
+    """Raises when a setting is a negative number or NaN; other values (``None``, tensors, mappings) pass.
+
+    Args:
+        owner: the object that was given the settings.
+        settings: the settings by name.
+
+    Raises:
+        ValueError: for the first negative number or NaN.
+
+    Examples:
+        >>> require_not_negative(nn.Identity(), entropy_coeff=0.0, critic_coeff=-1.0)
+        Traceback (most recent call last):
+        ValueError: Identity needs critic_coeff >= 0, got -1.0.
+    """
+    for name, value in settings.items():
+        if isinstance(value, (int, float)):
+            require(owner, name, value, value >= 0, ">= 0")
+
+
+class LossMixin:
+    """What a loss needs beside its mathematics. Put it before ``LossModule``, or before any loss of TorchRL.
+
+    A new loss writes:
+
+    - ``_AcceptedKeys``, a dataclass with one annotated ``NestedKey`` per entry that ``set_keys`` can rename;
+    - ``__init__``, which passes ``reduction`` on, and the coefficients: ``register_coeff_buffer`` (TorchRL's) for one
+      that is always there, ``register_optional_coeff`` for that of a term that can be left out. Their names also go
+      into ``_schedulable_buffers``, which lets people write ``loss.entropy_coeff = 0.01``;
+    - ``_make_in_keys`` and ``_make_out_keys``, the entries that ``forward`` reads and returns;
+    - ``parameter_groups``, the parameters that it trains;
+    - ``forward`` under ``@dispatch``, which keeps one value per sample until ``_reduce_loss`` (TorchRL's).
+
+    It gets in return: the properties ``in_keys`` and ``out_keys``, which follow ``set_keys`` and ``select_out_keys``;
+    ``default_keys``; the check of ``reduction``; an error for the assignment of a coefficient whose term was left out;
+    ``_trained`` and ``_with_parameters`` for its networks. ``edenrl.testing.check_loss_module`` checks the result.
+
+    Args:
+        args: passed to the next class.
+        reduction: "mean" (default) or "sum" over the batch, or "none": one value per sample, ``[*batch]``.
+        kwargs: passed to the next class.
+
+    Raises:
+        ValueError: an unknown reduction.
+
+    Examples:
+        >>> from dataclasses import dataclass
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from tensordict.nn import TensorDictModule, dispatch
+        >>> from torchrl.objectives import LossModule
+        >>> class ImitationLoss(LossMixin, LossModule):
+        ...     @dataclass
+        ...     class _AcceptedKeys:
+        ...         action: NestedKey = "action"
+        ...         expert_action: NestedKey = "expert_action"
+        ...
+        ...     _schedulable_buffers = frozenset({"imitation_coeff"})
+        ...
+        ...     def __init__(self, actor, *, imitation_coeff=1.0, reduction="mean"):
+        ...         require_not_negative(self, imitation_coeff=imitation_coeff)
+        ...         super().__init__(reduction=reduction)
+        ...         self.actor = actor
+        ...         self.register_coeff_buffer("imitation_coeff", imitation_coeff)
+        ...
+        ...     def _make_in_keys(self):
+        ...         return [*self.actor.in_keys, self.tensor_keys.expert_action]
+        ...
+        ...     def _make_out_keys(self):
+        ...         return ["loss_imitation", "imitation_error"]
+        ...
+        ...     def parameter_groups(self):
+        ...         return {"policy": self._trained(self.actor)}
+        ...
+        ...     @dispatch
+        ...     def forward(self, tensordict):
+        ...         action = self.actor(tensordict.select(*self.actor.in_keys)).get(self.tensor_keys.action)
+        ...         error = (action - tensordict.get(self.tensor_keys.expert_action)).square().mean(-1)
+        ...         return TensorDict(
+        ...             loss_imitation=self._reduce_loss(self.imitation_coeff * error, tensordict),
+        ...             imitation_error=error.detach().mean(),
+        ...         )
+        >>> actor = TensorDictModule(torch.nn.Linear(3, 2), in_keys=["observation"], out_keys=["action"])
+        >>> loss = ImitationLoss(actor, imitation_coeff=0.5)
+        >>> batch = TensorDict(observation=torch.randn(8, 3), expert_action=torch.zeros(8, 2), batch_size=[8])
+        >>> loss(batch)["loss_imitation"].backward()
+        >>> from edenrl.testing import check_loss_module
+        >>> check_loss_module(loss, batch)
+    """
+
+    # From torch.nn.Module.
+    register_buffer: Callable[..., None]
+    register_coeff_buffer: Callable[..., None]
+
+    _in_keys: list[NestedKey] | None
+    _out_keys: list[NestedKey] | None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # What set_keys(name=None) goes back to.
+        if "_AcceptedKeys" in vars(cls):
+            cls.default_keys = cls._AcceptedKeys
+
+    def __init__(self, *args: Any, reduction: str | None = "mean", **kwargs: Any) -> None:
+        reduction = "mean" if reduction is None else reduction  # as in TorchRL
+        require(self, "reduction", reduction, reduction in REDUCTIONS, "'mean', 'sum' or 'none'")
+        super().__init__(*args, **kwargs)
+        self.reduction = reduction
+        self._in_keys = self._out_keys = None
+        self._not_built: dict[str, str] = {}
+
+    def register_optional_coeff(self, name: str, value: float | None, *, needs: str | None = None) -> None:
+        """Registers the coefficient of a term that is left out when ``value`` is ``None``.
+
+        ``self.<name>`` is then ``None``, and assigning it raises: it would change nothing.
+
+        Args:
+            name: name of the coefficient, which belongs into ``_schedulable_buffers``.
+            value: the coefficient, or ``None`` for a loss without the term.
+            needs: what builds the term, for the message. Default "<name> > 0".
+
+        Raises:
+            AttributeError: later, at ``loss.<name> = ...`` for a term that was left out.
+        """
+        if value is not None:
+            self.register_coeff_buffer(name, float(value))
+            return
+        self.register_buffer(name, None)
+        self._not_built[name] = needs or f"{name} > 0"
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Some attributes are assigned before the constructor comes to _not_built.
+        needs = self.__dict__.get("_not_built", {}).get(name)
+        if needs is not None:
+            raise AttributeError(
+                f"This {type(self).__name__} was built without the term that {name} weighs; build it with {needs} to "
+                "change it later."
+            )
+        super().__setattr__(name, value)
+
+    @property
+    def in_keys(self) -> list[NestedKey]:
+        """The entries that ``forward`` reads."""
+        if self._in_keys is None:
+            self._in_keys = self._make_in_keys()
+        return self._in_keys
+
+    @in_keys.setter
+    def in_keys(self, values: list[NestedKey] | None) -> None:
+        self._in_keys = values
+
+    @property
+    def out_keys(self) -> list[NestedKey]:
+        """The entries that ``forward`` returns."""
+        if self._out_keys is None:
+            self._out_keys = self._make_out_keys()
+        return self._out_keys
+
+    @out_keys.setter
+    def out_keys(self, values: list[NestedKey] | None) -> None:
+        self._out_keys = values
+
+    def _set_in_keys(self) -> None:
+        # TorchRL calls this when set_keys has renamed entries.
+        self._in_keys = None
+
+    def _make_in_keys(self) -> list[NestedKey]:
+        raise NotImplementedError(f"{type(self).__name__} needs _make_in_keys(): the entries that forward reads.")
+
+    def _make_out_keys(self) -> list[NestedKey]:
+        raise NotImplementedError(f"{type(self).__name__} needs _make_out_keys(): the entries that forward returns.")
+
+    def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
+        """The trained parameters by group; no parameter is in two groups.
+
+        Returns:
+            Group name ("policy", "critic", ...) to the parameters that the losses reach and that require a gradient.
+        """
+        raise NotImplementedError(f"{type(self).__name__} needs parameter_groups(): the parameters that it trains.")
+
+    @staticmethod
+    def _trained(*modules: nn.Module) -> list[nn.Parameter]:
+        """The parameters of the modules that require a gradient."""
+        return [parameter for module in modules for parameter in module.parameters() if parameter.requires_grad]
+
+    def _parameters_of(self, network: str) -> nn.Module:
+        """What holds the parameters of ``self.<network>``: a functional loss keeps them beside the network."""
+        parameters: nn.Module | None = getattr(self, f"{network}_params", None)
+        module: nn.Module = getattr(self, network)
+        return module if parameters is None else parameters
+
+    def _with_parameters(self, network: str) -> contextlib.AbstractContextManager[Any]:
+        """A context in which ``self.<network>`` holds its parameters.
+
+        In a loss that is not functional they are in the network anyway.
+        """
+        module, parameters = getattr(self, network), self._parameters_of(network)
+        if parameters is module:
+            return contextlib.nullcontext()
+        context: contextlib.AbstractContextManager[Any] = parameters.to_module(module)  # type: ignore[operator]
+        return context
