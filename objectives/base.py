@@ -126,10 +126,12 @@ class LossMixin:
         >>> check_loss_module(loss, batch)
     """
 
-    # From torch.nn.Module.
+    # From torch.nn.Module and LossModule.
     register_buffer: Callable[..., None]
     register_coeff_buffer: Callable[..., None]
 
+    _AcceptedKeys: Any
+    default_keys: Any
     _in_keys: list[NestedKey] | None
     _out_keys: list[NestedKey] | None
 
