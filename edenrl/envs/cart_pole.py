@@ -7,7 +7,6 @@ import math
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
-from torchrl.data import Bounded, Composite
 
 from edenrl.envs.tensor_state import TensorStateEnv
 
@@ -103,17 +102,7 @@ class CartPoleSwingUp(TensorStateEnv):
         super().__init__(num_envs, device=device, max_steps=max_steps, seed=seed, dtype=dtype)
 
     def _make_specs(self) -> None:
-        shape = self.batch_size
-        metrics = {name: self._columns() for name in ("upright_time", "hold_time", "success")}
-        self.observation_spec = Composite(
-            observation=self._columns(5),
-            metrics=Composite(metrics, shape=shape, device=self.device),
-            shape=shape,
-            device=self.device,
-        )
-        self.action_spec = Bounded(-1.0, 1.0, (*shape, 1), device=self.device, dtype=self._float)
-        self.reward_spec = self._columns()
-        self.done_spec = self._done_flags()
+        self._set_specs(1, observation=5, metrics=("upright_time", "hold_time", "success"))
 
     def _draw_state(self) -> dict[str, Tensor]:
         zero = torch.zeros(self.num_envs, 1, device=self.device, dtype=self._float)
@@ -126,38 +115,19 @@ class CartPoleSwingUp(TensorStateEnv):
         anywhere = self._uniform(0.0, 1.0, 1) < self.start_anywhere
         for name, extent in (("x", 1.0), ("x_dot", 1.0), ("theta", math.pi), ("theta_dot", 3.0)):
             state[name] = torch.where(anywhere, self._uniform(-extent, extent, 1), state[name])
-        return state | {
-            "upright_steps": zero,
-            "hold_steps": zero.clone(),
-            "steps": torch.zeros(self.num_envs, 1, dtype=torch.int64, device=self.device),
-        }
+        return {**state, "upright_steps": zero, "hold_steps": zero.clone(), "steps": self._zero_steps()}
 
     def _observe(self) -> TensorDict:
         state = self._state
         theta = state["theta"]
         observation = torch.cat([state["x"], state["x_dot"], theta.cos(), theta.sin(), state["theta_dot"]], dim=-1)
         hold_time = state["hold_steps"] * _DT
-        metrics = TensorDict(
-            {
-                "upright_time": state["upright_steps"] * _DT,
-                "hold_time": hold_time,
-                "success": (hold_time >= _HOLD_SECONDS - 0.5 * _DT).to(self._float),
-            },
-            batch_size=self.batch_size,
-            device=self.device,
-        )
-        truncated = state["steps"] >= self.max_steps
-        return TensorDict(
-            {
-                "observation": observation,
-                "metrics": metrics,
-                "done": truncated,
-                "terminated": torch.zeros_like(truncated),
-                "truncated": truncated.clone(),
-            },
-            batch_size=self.batch_size,
-            device=self.device,
-        )
+        metrics = {
+            "upright_time": state["upright_steps"] * _DT,
+            "hold_time": hold_time,
+            "success": (hold_time >= _HOLD_SECONDS - 0.5 * _DT).to(self._float),
+        }
+        return self._pack({"observation": observation, "metrics": metrics})
 
     def _step(self, tensordict: TensorDictBase) -> TensorDict:
         state = self._state

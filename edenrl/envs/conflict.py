@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
-from torchrl.data import Bounded, Composite
 
 from edenrl.envs.tensor_state import TensorStateEnv
 
@@ -19,6 +18,8 @@ _SERVO = 5.0
 _RADIUS = 0.6
 _GOAL_SPEED = 0.6
 _ACTION_RATE = 0.02
+_REWARD_GROUPS = ("task", "style", "penalty")
+_METRICS = ("goal_distance", "speed")
 
 
 class ConflictPointMass(TensorStateEnv):
@@ -85,21 +86,7 @@ class ConflictPointMass(TensorStateEnv):
         super().__init__(num_envs, device=device, max_steps=max_steps, seed=seed, dtype=dtype)
 
     def _make_specs(self) -> None:
-        shape = self.batch_size
-
-        def entries(*names: str) -> Composite:
-            return Composite({name: self._columns() for name in names}, shape=shape, device=self.device)
-
-        self.observation_spec = Composite(
-            observation=self._columns(10),
-            reward_groups=entries("task", "style", "penalty"),
-            metrics=entries("goal_distance", "speed"),
-            shape=shape,
-            device=self.device,
-        )
-        self.action_spec = Bounded(-1.0, 1.0, (*shape, 2), device=self.device, dtype=self._float)
-        self.reward_spec = self._columns()
-        self.done_spec = self._done_flags()
+        self._set_specs(2, observation=10, reward_groups=_REWARD_GROUPS, metrics=_METRICS)
 
     def _draw_state(self) -> dict[str, Tensor]:
         position = self._uniform(-_RADIUS, _RADIUS, 2)
@@ -113,8 +100,8 @@ class ConflictPointMass(TensorStateEnv):
             "last_action": position.clone(),
             "angle": self._uniform(-math.pi, math.pi, 1),
             "turn": turn,
-            "steps": torch.zeros(self.num_envs, 1, dtype=torch.int64, device=self.device),
-            **{name: column.clone() for name in ("task", "style", "penalty", "goal_distance", "speed")},
+            "steps": self._zero_steps(),
+            **{name: column.clone() for name in (*_REWARD_GROUPS, *_METRICS)},
         }
 
     def _goal(self) -> tuple[Tensor, Tensor]:
@@ -126,22 +113,12 @@ class ConflictPointMass(TensorStateEnv):
     def _observe(self) -> TensorDict:
         state = self._state
         parts = [state["position"], state["velocity"], *self._goal(), state["last_action"]]
-
-        def entries(*names: str) -> TensorDict:
-            return TensorDict({name: state[name].clone() for name in names}, self.batch_size, device=self.device)
-
-        truncated = state["steps"] >= self.max_steps
-        return TensorDict(
+        return self._pack(
             {
                 "observation": torch.cat(parts, -1),
-                "reward_groups": entries("task", "style", "penalty"),
-                "metrics": entries("goal_distance", "speed").detach(),
-                "done": truncated,
-                "terminated": torch.zeros_like(truncated),
-                "truncated": truncated.clone(),
-            },
-            batch_size=self.batch_size,
-            device=self.device,
+                "reward_groups": {name: state[name].clone() for name in _REWARD_GROUPS},
+                "metrics": {name: state[name].detach().clone() for name in _METRICS},
+            }
         )
 
     def _step(self, tensordict: TensorDictBase) -> TensorDict:

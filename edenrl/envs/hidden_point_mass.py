@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
-from torchrl.data import Bounded, Composite
 
 from edenrl.envs.tensor_state import TensorStateEnv
 
@@ -88,18 +87,8 @@ class HiddenPointMass(TensorStateEnv):
         super().__init__(num_envs, device=device, max_steps=max_steps, seed=seed, dtype=dtype)
 
     def _make_specs(self) -> None:
-        shape = self.batch_size
         widths = {"prop": _PROP, "priv_explicit": 2, "priv_latent": 6, "prop_history": _FRAMES * _PROP, "critic": 16}
-        metrics = Composite(tracking_error=self._columns(), shape=shape, device=self.device)
-        self.observation_spec = Composite(
-            **{name: self._columns(width) for name, width in widths.items()},
-            metrics=metrics,
-            shape=shape,
-            device=self.device,
-        )
-        self.action_spec = Bounded(-1.0, 1.0, (*shape, 2), device=self.device, dtype=self._float)
-        self.reward_spec = self._columns()
-        self.done_spec = self._done_flags()
+        self._set_specs(2, **widths, metrics=("tracking_error",))
 
     def _draw_state(self) -> dict[str, Tensor]:
         either = self._uniform(-1.0, 1.0, 1).sign()
@@ -116,7 +105,7 @@ class HiddenPointMass(TensorStateEnv):
             "position": _on_circle(angle) + self._uniform(-0.2, 0.2, 2),
             "velocity": zero,
             "actions": zero[:, None].repeat(1, _MAX_DELAY + 1, 1),  # newest first
-            "steps": torch.zeros(self.num_envs, 1, dtype=torch.int64, device=self.device),
+            "steps": self._zero_steps(),
             "distance": zero[:, :1],
         }
         return state | {"history": self._frame(state)[:, None].repeat(1, _FRAMES, 1)}
@@ -142,23 +131,17 @@ class HiddenPointMass(TensorStateEnv):
         delay = state["delay"] / _MAX_DELAY
         latent = torch.cat([state["mass"].log2(), state["gain"].log2(), state["offset"], delay], -1)
         prop, velocity = state["history"][:, -1].clone(), state["velocity"].clone()
-        history, shown = state["history"].flatten(1), 0.0 if self.hidden else 1.0
-        truncated = state["steps"] >= self.max_steps
+        history, shown = state["history"].flatten(1), float(not self.hidden)
         error = state["distance"].detach() / state["steps"].clamp_min(1)
-        return TensorDict(
+        return self._pack(
             {
                 "prop": prop,
                 "priv_explicit": velocity,
                 "priv_latent": shown * latent,
                 "prop_history": shown * history,
                 "critic": torch.cat([prop, velocity, latent], -1),
-                "metrics": TensorDict({"tracking_error": error}, batch_size=self.batch_size, device=self.device),
-                "done": truncated,
-                "terminated": torch.zeros_like(truncated),
-                "truncated": truncated.clone(),
-            },
-            batch_size=self.batch_size,
-            device=self.device,
+                "metrics": {"tracking_error": error},
+            }
         )
 
     def _step(self, tensordict: TensorDictBase) -> TensorDict:

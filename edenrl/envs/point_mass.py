@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
-from torchrl.data import Bounded, Composite
 
 from edenrl.envs.tensor_state import TensorStateEnv
 
@@ -107,17 +106,7 @@ class PointMass(TensorStateEnv):
         self.success_bonus = success_bonus
 
     def _make_specs(self) -> None:
-        shape = self.batch_size
-        metrics = {name: self._columns() for name in ("success", "final_distance", "path_length", "collisions")}
-        self.observation_spec = Composite(
-            observation=self._columns(14),
-            metrics=Composite(metrics, shape=shape, device=self.device),
-            shape=shape,
-            device=self.device,
-        )
-        self.action_spec = Bounded(-1.0, 1.0, (*shape, 2), device=self.device, dtype=self._float)
-        self.reward_spec = self._columns()
-        self.done_spec = self._done_flags()
+        self._set_specs(2, observation=14, metrics=("success", "final_distance", "path_length", "collisions"))
 
     def _draw_state(self) -> dict[str, Tensor]:
         """Draw the first state of an episode for every row."""
@@ -140,7 +129,7 @@ class PointMass(TensorStateEnv):
             "last_action": zero.clone(),
             "centres": centres,
             "radii": self._uniform(*_RADIUS_RANGE, 2),
-            "steps": torch.zeros(self.num_envs, 1, dtype=torch.int64, device=self.device),
+            "steps": self._zero_steps(),
             "success": zero[:, :1].clone(),
             "path_length": zero[:, :1].clone(),
             "collisions": zero[:, :1].clone(),
@@ -166,20 +155,8 @@ class PointMass(TensorStateEnv):
         counters = {name: state[name].detach().clone() for name in ("success", "path_length", "collisions")}
         # All metrics are zero at reset, so that a row that has not moved looks the same in every one of them.
         moved = (state["steps"] > 0).to(distance.dtype)
-        metrics = TensorDict(
-            {"final_distance": distance.detach() * moved, **counters}, batch_size=self.batch_size, device=self.device
-        )
-        return TensorDict(
-            {
-                "observation": observation,
-                "metrics": metrics,
-                "done": state["terminated"] | state["truncated"],
-                "terminated": state["terminated"].clone(),
-                "truncated": state["truncated"].clone(),
-            },
-            batch_size=self.batch_size,
-            device=self.device,
-        )
+        metrics = {"final_distance": distance.detach() * moved, **counters}
+        return self._pack({"observation": observation, "metrics": metrics}, state["terminated"])
 
     def _step(self, tensordict: TensorDictBase) -> TensorDict:
         state = self._state

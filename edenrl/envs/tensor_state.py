@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
-from torchrl.data import Binary, Composite, Unbounded
+from torchrl.data import Binary, Bounded, Composite, Unbounded
 from torchrl.envs import EnvBase
 
 from edenrl.envs.groups import SameStateGroups, repeat_in_groups
@@ -20,9 +20,10 @@ __all__ = ["TensorStateEnv"]
 class TensorStateEnv(SameStateGroups, EnvBase):
     """Base of the built-in tasks: partial reset, groups in one state, cutting the graph, seeding, exact resumption.
 
-    A task fills ``_make_specs``, ``_draw_state`` (the first state of an episode for every row), ``_observe`` (the state
-    as a TensorDict of fresh tensors, done flags included) and ``_step``, which replaces ``self._state`` and returns
-    ``_observe()`` with the reward. Every state tensor has shape ``[N, ...]``. Nothing here waits for the device.
+    A task writes four methods. ``_make_specs`` calls ``_set_specs``. ``_draw_state`` gives the first state of an
+    episode for every row; the state has an entry ``steps``. ``_observe`` returns the observations through ``_pack``.
+    ``_step`` replaces ``self._state`` and returns ``_observe()`` with the reward. Every state tensor has shape
+    ``[N, ...]``. Nothing here waits for the device.
 
     Reward and next observation keep the autograd path to every action since the last reset of the row or the last
     ``detach_state``; a row that is reset starts without gradient.
@@ -80,7 +81,7 @@ class TensorStateEnv(SameStateGroups, EnvBase):
 
     @abc.abstractmethod
     def _make_specs(self) -> None:
-        """Set the observation, action, reward and done specs."""
+        """Set all specs, with ``_set_specs``."""
 
     @abc.abstractmethod
     def _draw_state(self) -> dict[str, Tensor]:
@@ -88,7 +89,42 @@ class TensorStateEnv(SameStateGroups, EnvBase):
 
     @abc.abstractmethod
     def _observe(self) -> TensorDict:
-        """Pack the state into fresh tensors."""
+        """The observations of the current state, as fresh tensors and with done flags; made by ``_pack``."""
+
+    def _set_specs(self, num_actions: int, **entries: int | Sequence[str]) -> None:
+        """Set the specs of a task whose actions lie in [-1, 1].
+
+        Args:
+            num_actions: width of the action.
+            entries: observations by key: a width ``d`` for ``[N, d]``, or the names of entries ``[N, 1]`` below it.
+        """
+        shape, specs = self.batch_size, {}
+        for key, entry in entries.items():
+            if isinstance(entry, int):
+                specs[key] = self._columns(entry)
+            else:
+                columns = {name: self._columns() for name in entry}
+                specs[key] = Composite(columns, shape=shape, device=self.device)
+        self.observation_spec = Composite(specs, shape=shape, device=self.device)
+        self.action_spec = Bounded(-1.0, 1.0, (*shape, num_actions), device=self.device, dtype=self._float)
+        self.reward_spec = self._columns()
+        self.done_spec = self._done_flags()
+
+    def _pack(self, entries: Mapping[str, Tensor | dict[str, Tensor]], terminated: Tensor | None = None) -> TensorDict:
+        """Observations and done flags; a row is truncated after ``max_steps`` steps.
+
+        Args:
+            entries: fresh tensors by key, nested ones as dictionaries.
+            terminated: flags ``[N, 1]``. Default: no row terminates.
+        """
+        truncated = self._state["steps"] >= self.max_steps
+        terminated = torch.zeros_like(truncated) if terminated is None else terminated.clone()
+        flags = {"done": terminated | truncated, "terminated": terminated, "truncated": truncated}
+        return TensorDict({**entries, **flags}, batch_size=self.batch_size, device=self.device)
+
+    def _zero_steps(self) -> Tensor:
+        """The entry ``steps`` of a first state, ``[N, 1]``."""
+        return torch.zeros(self.num_envs, 1, dtype=torch.int64, device=self.device)
 
     def _columns(self, width: int = 1) -> Unbounded:
         """Spec of ``[N, width]`` numbers."""
