@@ -22,7 +22,7 @@ from edenrl.envs.quadruped import (
     save_trot_clips,
     trot_clip,
 )
-from edenrl.envs.quadruped.quadruped import _foot_positions
+from edenrl.envs.quadruped.simulation import _foot_positions
 
 mujoco = pytest.importorskip("mujoco", minversion="4.0")
 

@@ -3,7 +3,9 @@
 from edenrl.envs.quadruped.groups import GROUPS, group_mirrors, mirror_joints
 from edenrl.envs.quadruped.model import DEFAULT_POSE, JOINT_NAMES, LEGS, build_model
 from edenrl.envs.quadruped.on_terrain import QuadrupedTerrain
-from edenrl.envs.quadruped.quadruped import RANDOMIZATION, REWARD_WEIGHTS, Quadruped
+from edenrl.envs.quadruped.quadruped import Quadruped
+from edenrl.envs.quadruped.randomization import RANDOMIZATION
+from edenrl.envs.quadruped.rewards import REWARD_WEIGHTS
 from edenrl.envs.quadruped.terrain import TERRAIN_KINDS, Course, DepthCamera, HeightField, build_course
 from edenrl.envs.quadruped.trot import save_trot_clips, trot_clip
 
