@@ -4,9 +4,10 @@ from edenrl.envs.cart_pole import CartPoleSwingUp
 from edenrl.envs.conflict import ConflictPointMass
 from edenrl.envs.differentiable import DifferentiableEnv, RolloutPlan, ScheduledEnv
 from edenrl.envs.groups import SameStateGroups, assert_same_start, repeat_in_groups, set_group_size
-from edenrl.envs.gym import GymVectorEnv, make_gym_env
+from edenrl.envs.gym import GymVectorEnv
 from edenrl.envs.hidden_point_mass import HiddenPointMass
 from edenrl.envs.learning_env import DifferentiableVecEnv, LearningEnvAdapter, LearningVecEnv
+from edenrl.envs.make_gym import make_gym_env
 from edenrl.envs.point_mass import PointMass
 from edenrl.envs.quadruped import Quadruped, QuadrupedTerrain
 from edenrl.envs.registry import make_env, register_env, registered_envs
@@ -22,7 +23,8 @@ from edenrl.envs.transforms import (
     action_saturation,
     wrap_env,
 )
-from edenrl.envs.vec_env import VecEnvAdapter, as_vec_env
+from edenrl.envs.vec_env import VecEnvAdapter
+from edenrl.envs.vec_env_view import as_vec_env
 
 __all__ = [
     "ActionMode",
@@ -60,9 +62,5 @@ __all__ = [
     "wrap_env",
 ]
 
-register_env("PointMass", PointMass, override=True)
-register_env("ConflictPointMass", ConflictPointMass, override=True)
-register_env("HiddenPointMass", HiddenPointMass, override=True)
-register_env("CartPoleSwingUp", CartPoleSwingUp, override=True)
-register_env("Quadruped", Quadruped, override=True)
-register_env("QuadrupedTerrain", QuadrupedTerrain, override=True)
+for _env in (CartPoleSwingUp, ConflictPointMass, HiddenPointMass, PointMass, Quadruped, QuadrupedTerrain):
+    register_env(_env.__name__, _env, override=True)

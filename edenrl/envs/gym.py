@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 import logging
-import os
-import signal
-import types
 import warnings
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any
 
-import gymnasium
 import numpy as np
 import torch
 from gymnasium import spaces
-from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
+from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 from tensordict import TensorDict, TensorDictBase
-from torch import Tensor
 from torchrl.data import Composite, TensorSpec, Unbounded
 from torchrl.envs.libs.gym import GymWrapper
 
 from edenrl.envs.groups import SameStateGroups
+from edenrl.envs.gym_state import VECTOR_STATE, OpaqueStateError, decode, encode, load_env, save_env
 
-__all__ = ["GymVectorEnv", "make_gym_env"]
+__all__ = ["GymVectorEnv"]
 
 _logger = logging.getLogger(__name__)
 
@@ -181,14 +173,14 @@ class GymVectorEnv(SameStateGroups, GymWrapper):
         if not isinstance(vector, SyncVectorEnv):
             return {"exact": False}
         try:
-            bookkeeping = {name: _encode(getattr(vector, name)) for name in _VECTOR_STATE}
+            bookkeeping = {name: encode(getattr(vector, name)) for name in VECTOR_STATE}
             return {
                 "exact": True,
                 "vector": bookkeeping,
-                "envs": [_save_env(env) for env in vector.envs],
-                "group_seeds": _encode(self._group_seeds),
+                "envs": [save_env(env) for env in vector.envs],
+                "group_seeds": encode(self._group_seeds),
             }
-        except _OpaqueStateError as error:
+        except OpaqueStateError as error:
             _logger.debug("runtime state of %s is not saved: %s", vector, error)
             return {"exact": False}
 
@@ -215,106 +207,10 @@ class GymVectorEnv(SameStateGroups, GymWrapper):
                 f"num_envs={len(state['envs'])}."
             )
         for env, saved in zip(vector.envs, state["envs"], strict=True):
-            _load_env(env, saved)
+            load_env(env, saved)
         for name, value in state["vector"].items():
-            setattr(vector, name, _decode(value))
-        self._group_seeds = _decode(state["group_seeds"])
-
-
-def make_gym_env(
-    env_id: str,
-    num_envs: int,
-    *,
-    vectorization: Literal["sync", "async"] = "sync",
-    device: torch.device | str | None = None,
-    seed: int | None = None,
-    **env_kwargs: Any,
-) -> GymVectorEnv:
-    """Build ``num_envs`` copies of a Gymnasium environment as one ``GymVectorEnv``.
-
-    Args:
-        env_id: Gymnasium id, such as ``"HalfCheetah-v5"``.
-        num_envs: Number of copies, at least 1.
-        vectorization: ``"sync"`` steps them in this process, which is fastest for cheap environments and can be resumed
-            exactly; ``"async"`` gives each its own process. Default ``"sync"``.
-        device: Device of the returned tensors. Default: CPU.
-        seed: Seed of the first copy; copy ``i`` gets ``seed + i``. Default: drawn from torch's global generator, so
-            that ``torch.manual_seed`` makes a run repeatable.
-        env_kwargs: Passed to ``gymnasium.make``.
-
-    Returns:
-        The environment, batch size ``[num_envs]``.
-
-    Raises:
-        ValueError: ``num_envs`` below 1, or an unknown ``vectorization``.
-        ImportError: the environment needs ``mujoco`` and it is not installed.
-
-    Examples:
-        >>> from edenrl.envs import make_gym_env
-        >>> env = make_gym_env("Pendulum-v1", 2, seed=0, g=9.0)
-        >>> env.batch_size, env.action_spec.space.high.tolist()
-        (torch.Size([2]), [[2.0], [2.0]])
-    """
-    if num_envs < 1:
-        raise ValueError(f"num_envs={num_envs} was given for {env_id!r}; expected at least 1.")
-    if vectorization not in ("sync", "async"):
-        raise ValueError(f"vectorization={vectorization!r} was given; expected 'sync' or 'async'.")
-    needs_mujoco = "mujoco" in str(gymnasium.spec(env_id).entry_point)
-    if needs_mujoco and importlib.util.find_spec("mujoco") is None:
-        raise ImportError(f'{env_id} needs the mujoco package, which is not installed: pip install "edenrl[mujoco]"')
-    copies: list[Callable[[], gymnasium.Env]] = [
-        functools.partial(_make_one, env_id, needs_mujoco, env_kwargs, os.getpid()) for _ in range(num_envs)
-    ]
-    vector: VectorEnv
-    if vectorization == "sync":
-        # copy=False: GymVectorEnv copies every array into a tensor anyway.
-        vector = _QuietSyncVectorEnv(copies, copy=False, autoreset_mode=AutoresetMode.DISABLED)
-    else:
-        vector = AsyncVectorEnv(copies, copy=False, autoreset_mode=AutoresetMode.DISABLED)
-    env = GymVectorEnv(vector, device=device)
-    env.set_seed(int(torch.randint(2**31 - 1, ()).item()) if seed is None else seed)
-    return env
-
-
-class _QuietSyncVectorEnv(SyncVectorEnv):
-    """A ``SyncVectorEnv`` that does not merge infos: nobody reads them, and merging costs up to a tenth of a step."""
-
-    def _add_info(self, vector_infos: dict[str, Any], env_info: dict[str, Any], env_num: int) -> dict[str, Any]:
-        return vector_infos
-
-
-def _make_one(env_id: str, uses_mujoco: bool, kwargs: dict[str, Any], owner: int) -> gymnasium.Env:
-    if os.getpid() != owner:
-        # A terminal sends Ctrl-C to every process of a run; its owner decides when this one ends.
-        # SIGTERM is what Gymnasium itself ends it with; a group of its own keeps the one away that is sent to all.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        if hasattr(os, "setpgid"):
-            os.setpgid(0, 0)
-    if not uses_mujoco:
-        return gymnasium.make(env_id, **kwargs)
-    with _without_mass_warning():
-        return gymnasium.make(env_id, **kwargs)
-
-
-@contextmanager
-def _without_mass_warning() -> Iterator[None]:
-    """Drop MuJoCo's warning about ``settotalmass``, an attribute of Gymnasium's own model files.
-
-    MuJoCo would print it for every copy and append it to a file in the working directory. Other warnings are logged.
-    """
-    import mujoco
-
-    def report(message: str | bytes) -> None:
-        text = message.decode() if isinstance(message, bytes) else message
-        if "settotalmass" not in text:
-            _logger.warning("mujoco: %s", text)
-
-    previous = mujoco.get_mju_user_warning()
-    mujoco.set_mju_user_warning(report)
-    try:
-        yield
-    finally:
-        mujoco.set_mju_user_warning(previous)
+            setattr(vector, name, decode(value))
+        self._group_seeds = decode(state["group_seeds"])
 
 
 def _mujoco_contract(env: Any) -> dict[str, Any]:
@@ -369,143 +265,3 @@ def _read_dict(observation: Mapping[str, Any], spec: Composite) -> dict[str, Any
         else:
             out[key] = torch.tensor(value, dtype=leaf.dtype).reshape(leaf.shape)
     return out
-
-
-# ---- runtime state -------------------------------------------------------------------------------------------------
-# The state of a Python environment is the set of its attributes. Values are encoded as plain containers and tensors, so
-# that a checkpoint needs no pickle; whatever is not understood makes the whole state inexact, never silently partial.
-
-_VECTOR_STATE = ("_env_obs", "_observations", "_rewards", "_terminations", "_truncations", "_autoreset_envs")
-# Constructor arguments that Gymnasium keeps to rebuild an environment.
-_CONSTRUCTOR_ARGUMENTS = frozenset({"_saved_kwargs", "_ezpickle_args", "_ezpickle_kwargs"})
-_MUJOCO_ATTRIBUTES = frozenset({("model", "MjModel"), ("data", "MjData")})
-_CODE = (type, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)
-_STRUCTURE = (gymnasium.Env, spaces.Space, gymnasium.envs.registration.EnvSpec, *_CODE)
-_DRAWING_MODULES = ("pygame", "gymnasium.envs.mujoco.mujoco_rendering")
-
-
-class _OpaqueStateError(Exception):
-    """Some state cannot be encoded."""
-
-
-def _encode(value: Any) -> Any:
-    if value is None or type(value) in (bool, float, str):
-        return value
-    if type(value) is int:
-        # The counters of numpy's generators have 128 bits; checkpoints hold 64.
-        return value if abs(value) < 2**63 else {"kind": "int", "value": str(value)}
-    if type(value) is list:
-        return [_encode(item) for item in value]
-    if type(value) is tuple:
-        return tuple(_encode(item) for item in value)
-    if isinstance(value, (np.ndarray, np.generic)):
-        kind = "array" if isinstance(value, np.ndarray) else "scalar"
-        try:
-            return {"kind": kind, "value": torch.tensor(np.array(value, order="C"))}
-        except TypeError as error:
-            raise _OpaqueStateError(f"array of {value.dtype}") from error
-    if isinstance(value, Tensor):
-        return {"kind": "tensor", "value": value.detach().clone()}
-    if isinstance(value, dict):
-        return {"kind": "dict", "items": [[_encode(key), _encode(item)] for key, item in value.items()]}
-    if isinstance(value, deque):
-        return {"kind": "deque", "maxlen": value.maxlen, "items": [_encode(item) for item in value]}
-    if isinstance(value, np.random.Generator):
-        return {"kind": "generator", "value": _encode(value.bit_generator.state)}
-    raise _OpaqueStateError(f"{type(value).__module__}.{type(value).__qualname__}")
-
-
-def _decode(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_decode(item) for item in value]
-    if isinstance(value, tuple):
-        return tuple(_decode(item) for item in value)
-    if not isinstance(value, dict):
-        return value
-    kind = value["kind"]
-    if kind == "int":
-        return int(value["value"])
-    if kind == "array":
-        return value["value"].cpu().numpy().copy()
-    if kind == "scalar":
-        return value["value"].cpu().numpy()[()]
-    if kind == "tensor":
-        return value["value"].clone()
-    if kind == "dict":
-        return {_decode(key): _decode(item) for key, item in value["items"]}
-    if kind == "deque":
-        return deque((_decode(item) for item in value["items"]), maxlen=value["maxlen"])
-    if kind == "generator":
-        state = _decode(value["value"])
-        bit_generator = getattr(np.random, state["bit_generator"])()
-        bit_generator.state = state
-        return np.random.Generator(bit_generator)
-    raise ValueError(f"unknown kind {kind!r} in the saved environment state; expected a state of this version.")
-
-
-def _layers(env: gymnasium.Env) -> Iterator[gymnasium.Env]:
-    """The wrapper chain, outermost first, ending with the environment itself."""
-    while isinstance(env, gymnasium.Wrapper):
-        yield env
-        env = env.env
-    yield env
-
-
-def _save_env(env: gymnasium.Env) -> dict[str, Any]:
-    layers = []
-    for layer in _layers(env):
-        attributes = {
-            name: _encode(value)
-            for name, value in vars(layer).items()
-            if name not in _CONSTRUCTOR_ARGUMENTS and not _is_structure(name, value)
-        }
-        layers.append({"type": type(layer).__name__, "attributes": attributes})
-    return {"layers": layers, "mujoco": _save_mujoco(env.unwrapped)}
-
-
-def _is_structure(name: str, value: Any) -> bool:
-    kind = type(value)
-    # `data` is saved by _save_mujoco.
-    is_mujoco = kind.__module__.startswith("mujoco.") and (name, kind.__name__) in _MUJOCO_ATTRIBUTES
-    return is_mujoco or isinstance(value, _STRUCTURE) or kind.__module__.startswith(_DRAWING_MODULES)
-
-
-def _load_env(env: gymnasium.Env, saved: Mapping[str, Any]) -> None:
-    layers = list(_layers(env))
-    expected, found = [type(layer).__name__ for layer in layers], [layer["type"] for layer in saved["layers"]]
-    if expected != found:
-        raise ValueError(
-            f"The saved state is of an environment built as {found}, this one is {expected}. Build it with the id and "
-            "options of the saved run."
-        )
-    for layer, entry in zip(layers, saved["layers"], strict=True):
-        for name, value in entry["attributes"].items():
-            setattr(layer, name, _decode(value))
-    if saved["mujoco"] is not None:
-        data = vars(env.unwrapped)["data"]
-        data.time = saved["mujoco"]["time"]
-        for name, value in saved["mujoco"]["arrays"].items():
-            np.copyto(getattr(data, name), value.cpu().numpy())
-
-
-def _save_mujoco(env: gymnasium.Env) -> dict[str, Any] | None:
-    """Save a MuJoCo environment's ``MjData``, or None.
-
-    Not only the integration state: observations and rewards read derived arrays (body positions, contact forces), and
-    MuJoCo leaves those one substep behind the joint positions, so recomputing them would give other numbers.
-    """
-    data: Any = vars(env).get("data")
-    if type(data).__name__ != "MjData":
-        return None
-    import mujoco
-
-    if data.model.nplugin:
-        raise _OpaqueStateError("MuJoCo plugin data")
-    # Arrays whose size changes (contacts, constraints) live in the arena and are rebuilt by every step.
-    empty = mujoco.MjData(data.model)
-    arrays = {}
-    for name in dir(data):
-        value = None if name.startswith("_") else getattr(data, name)
-        if isinstance(value, np.ndarray) and value.size and value.shape == getattr(empty, name).shape:
-            arrays[name] = torch.tensor(value)
-    return {"time": data.time, "arrays": arrays}

@@ -16,7 +16,7 @@ import torch
 from tensordict import TensorDictBase
 from torchrl.envs import EnvBase, IsaacLabWrapper, MJLabEnv, TransformedEnv
 
-from edenrl.envs.gym import make_gym_env
+from edenrl.envs.make_gym import make_gym_env
 from edenrl.envs.transforms import FillFinalObservation
 
 __all__ = ["make_env", "register_env", "registered_envs"]
