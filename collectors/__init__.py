@@ -6,10 +6,11 @@ from edenrl.collectors.distillation import DepthDistillationCollector
 from edenrl.collectors.exploration import RepeatedNoise, exploring_policy
 from edenrl.collectors.make import make_collector
 from edenrl.collectors.make_replay import make_replay
-from edenrl.collectors.motion import MotionDataset, WindowBuffer
+from edenrl.collectors.motion import MotionDataset
 from edenrl.collectors.replay import NStepReplayBuffer
 from edenrl.collectors.reward_normalizer import RewardNormalizer
 from edenrl.collectors.rollout import Collector
+from edenrl.collectors.window_buffer import WindowBuffer
 
 __all__ = [
     "AdjointClip",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -10,21 +9,20 @@ import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
-from torchrl.envs import EnvBase, TransformedEnv
+from torchrl.envs import EnvBase
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
+from edenrl.collectors.resume import env_state_dict, load_env_state_dict, load_step, simulator_of
 from edenrl.envs import DifferentiableEnv, RolloutPlan, ScheduledEnv
 
 __all__ = ["AdjointClip", "DifferentiableCollector"]
 
-_log = logging.getLogger("edenrl")
-
 
 class AdjointClip:
-    """Bounds the gradient of each environment, row by row, and counts what it did; a tensor hook.
+    """A tensor hook that bounds the gradient of each environment, row by row, and counts what it did.
 
-    A row longer than ``max_norm`` in L2 is scaled down to it, a row with an infinite or NaN entry becomes zero. The
-    norm is formed in units of the row's largest entry, so that rows whose squares overflow are clipped right as well.
+    A row whose L2 norm is above ``max_norm`` is scaled down to it. A row with an infinite or NaN entry becomes zero.
+    Norms are computed in units of the row's largest entry, so that rows whose squares overflow are clipped correctly.
 
     Args:
         max_norm: largest norm of a row; 0 passes every gradient on as it is, uncounted.
@@ -60,18 +58,22 @@ class AdjointClip:
         rows = rows.where(finite, 0.0)
         largest = rows.abs().amax(-1, keepdim=True)
         unit = rows / largest.where(largest > 0, 1.0)
-        # Between 1 and the root of the row's length, but for rows of zeros.
+        # From 1 up to the root of the row's length; 0 for a row of zeros.
         unit_norm = torch.linalg.vector_norm(unit, dim=-1, keepdim=True)
         norm = largest * unit_norm
         bounded = torch.where(norm > self.max_norm, unit * (self.max_norm / unit_norm), rows)
         measured = finite & norm.isfinite()
         norm = norm.where(measured, 0.0)
+        self._count(measured, norm)
+        return bounded.reshape(gradient.shape)
+
+    def _count(self, measured: Tensor, norm: Tensor) -> None:
+        """Adds the rows, those with a finite norm, those clipped and the norms; keeps the largest norm."""
         sums = [torch.ones_like(norm), measured, norm > self.max_norm, norm]
         counts = torch.stack([*(value.sum(dtype=norm.dtype) for value in sums), norm.max()]).detach()
         if self._counts is not None:
             counts = torch.cat([self._counts[:4] + counts[:4], torch.maximum(self._counts[4:], counts[4:])])
         self._counts = counts
-        return bounded.reshape(gradient.shape)
 
     def metrics(self) -> dict[str, Tensor]:
         """Counts and norms before clipping since the last call, as scalars; empty when nothing was counted.
@@ -100,9 +102,9 @@ class DifferentiableCollector:
       ``reset_at_each_iter=True`` every rollout starts from a reset of all rows instead;
     - resets finished rows by TorchRL's partial reset, so that no gradient enters a finished episode;
     - writes ``elapsed`` ``[*env.batch_size, T, 1]``, the steps since the row's episode or the current update began,
-      whichever was later: the exponent of the discount, carried from segment to segment of one update;
-    - detaches a segment in place, and the simulator behind it, when the next one or the end of the update is asked for.
-      Run ``backward`` inside the loop body, and keep the segments: what is left of them is plain data;
+      whichever was later. It is the exponent of the discount and goes on from segment to segment of one update;
+    - detaches a segment in place, and the simulator with it, when the next one or the end of the update is asked for.
+      So run ``backward`` inside the loop body. Segments may be kept: what is left of them is plain data;
     - asks an environment with ``prepare_rollout`` (see ``ScheduledEnv``) how long each rollout is, and writes
       ``objective_scale`` ``[*env.batch_size, T, 1]``.
 
@@ -123,7 +125,7 @@ class DifferentiableCollector:
             ``reset_at_each_iter``.
         RuntimeError: when collecting without autograd, or from a policy or an environment that cuts the graph.
 
-    Source: the differentiable trainer of EmbodiChain; adjoint clipping and the segments are its.
+    Source: the differentiable trainer of EmbodiChain, which has adjoint clipping and segments.
 
     Examples:
         >>> from edenrl.envs import PointMass
@@ -147,9 +149,7 @@ class DifferentiableCollector:
         exploration_type: ExplorationType = ExplorationType.RANDOM,
         action_key: NestedKey = "action",
     ) -> None:
-        simulator = env
-        while isinstance(simulator, TransformedEnv):
-            simulator = simulator.base_env
+        simulator = simulator_of(env)
         name = type(simulator).__name__
         if not isinstance(simulator, DifferentiableEnv):
             raise ValueError(
@@ -190,7 +190,7 @@ class DifferentiableCollector:
         for _ in range(segments):
             data = self._collect()
             yield data
-            # After backward: neither the data, wherever it is kept, nor the simulator holds on to the tape.
+            # Backward has run: neither the data, wherever it is kept, nor the simulator may hold on to the graph.
             data.update(data.detach())
             self._simulator.detach_state()
 
@@ -204,20 +204,10 @@ class DifferentiableCollector:
         steps, number = [], self.plan.num_steps
         with set_exploration_type(self.exploration_type):
             for _ in range(number):
-                acted = self.policy(self._root)
-                action = acted.get(self.action_key)
-                if not action.requires_grad:
-                    raise RuntimeError(
-                        f"The policy's {self.action_key!r} carries no gradient. Either it samples without "
-                        "reparameterization (use a distribution with rsample, such as gaussian_actor's, or "
-                        "exploration_type=DETERMINISTIC), or its parameters are frozen."
-                    )
-                if self.adjoint_clip.max_norm > 0:
-                    action.register_hook(self.adjoint_clip)
-                stepped, self._root = self.env.step_and_maybe_reset(acted)
+                stepped, self._root = self.env.step_and_maybe_reset(self._act(self._root))
                 steps.append(stepped.set("elapsed", self._elapsed))
                 self._elapsed = (self._elapsed + 1) * ~stepped["next", "done"]
-        # The graph belongs to the data alone from here on; the simulator lets go of it after backward.
+        # From here on only the data holds the graph, and the simulator until backward has run.
         self._root = self._root.detach()
         self.rollouts += 1
         self.frames += number * self.env.batch_size.numel()
@@ -230,8 +220,22 @@ class DifferentiableCollector:
             data.set("objective_scale", rows.expand(*data.batch_size, 1).clone())
         return data
 
+    def _act(self, root: TensorDictBase) -> TensorDictBase:
+        """Lets the policy act; the gradient of its action is bounded on the way back."""
+        acted = self.policy(root)
+        action = acted.get(self.action_key)
+        if not action.requires_grad:
+            raise RuntimeError(
+                f"The policy's {self.action_key!r} carries no gradient. Either it samples without "
+                "reparameterization (use a distribution with rsample, such as gaussian_actor's, or "
+                "exploration_type=DETERMINISTIC), or its parameters are frozen."
+            )
+        if self.adjoint_clip.max_norm > 0:
+            action.register_hook(self.adjoint_clip)
+        return acted
+
     def _begin(self) -> None:
-        """Cuts the graph, or starts over."""
+        """Starts the rollout from a detached state, or from a reset."""
         if self._scheduler is not None:
             self.plan = self._scheduler.prepare_rollout(self.rollouts)
         if self.reset_at_each_iter:
@@ -264,8 +268,7 @@ class DifferentiableCollector:
         return {
             "frames": self.frames,
             "rollouts": self.rollouts,
-            "transforms": self.env.transform.state_dict() if isinstance(self.env, TransformedEnv) else {},
-            "simulator": self._simulator.state_dict(),
+            **env_state_dict(self.env),
             "elapsed": self._elapsed.clone(),
             "root": self._root.detach().clone().to_dict(),
         }
@@ -273,17 +276,10 @@ class DifferentiableCollector:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores ``state_dict``; the next segment continues where the saved collector stopped.
 
-        An environment whose own ``state_dict`` holds no ``"_extra_state"`` starts new episodes, with a warning.
+        An environment whose own ``state_dict`` holds no ``"_extra_state"``, or one that is not exact, starts new
+        episodes, with a warning.
         """
         self.frames, self.rollouts = state["frames"], state["rollouts"]
-        if isinstance(self.env, TransformedEnv):
-            self.env.transform.load_state_dict(state["transforms"])
-        self._simulator.load_state_dict(state["simulator"])
-        if "_extra_state" not in state["simulator"]:
-            if not self.reset_at_each_iter:
-                name = type(self._simulator).__name__
-                _log.warning("%s does not save its simulation state: episodes start anew.", name)
-            return
-        self._elapsed = state["elapsed"].to(self._elapsed.device)
-        root = TensorDict.from_dict(state["root"], batch_size=self.env.batch_size)
-        self._root = root if self._root.device is None else root.to(self._root.device)
+        if load_env_state_dict(self.env, state, warn=not self.reset_at_each_iter):
+            self._elapsed = state["elapsed"].to(self._elapsed.device)
+            self._root = load_step(state["root"], self._root)

@@ -2,34 +2,34 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import NestedKey, TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
-from torchrl.envs import EnvBase, TransformedEnv
+from torchrl.envs import EnvBase
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
+from edenrl.collectors.resume import env_state_dict, load_env_state_dict, load_step
 from edenrl.modules import DEPTH_STATES, DepthPolicy, require_depth_interval
 
 __all__ = ["DepthDistillationCollector"]
 
-_log = logging.getLogger("edenrl")
-
-# Of the next step; observations stay out, images above all.
+# What is kept of the next step: no observations, because images are large.
 _KEPT = ("reward", "done", "terminated", "truncated", "episode_reward", "step_count", "metrics")
 
 
 class DepthDistillationCollector:
     """Collects rollouts ``[N, steps]`` whose student actions and yaw angles carry the graph of the whole rollout.
 
-    At every step the teacher labels and the student acts, without noise. The student's encoder runs for all rows
-    together at the steps with a new image, ``update_interval`` apart and beginning with the first of a rollout; in
-    between its latent and yaw are held. Gradient flows back in time through the GRU to the first step of the rollout
-    and no further: the next one starts from the detached state. It does not cross the end of an episode either: the
-    state, latent and yaw of a row that is reset are zero, and the row sees its first image when the next one is due.
+    At every step the teacher gives its action as the label and the student acts, both without noise. The student's
+    encoder runs for all rows together at the steps with a new image: the first of a rollout and every
+    ``update_interval``-th after it. In between its latent and yaw are held.
+
+    Gradient flows back in time through the GRU to the first step of the rollout and no further, because the next
+    rollout starts from the detached state. It does not cross the end of an episode either. A row that is reset starts
+    with state, latent and yaw of zero and sees its first image when the next one is due.
 
     Each rollout holds ``[N, steps, ...]``
 
@@ -86,13 +86,7 @@ class DepthDistillationCollector:
     ) -> None:
         interval = student.update_interval if update_interval is None else update_interval
         require_depth_interval(env, interval)
-        if steps < 1 or steps % interval:
-            raise ValueError(
-                f"steps={steps} was given; expected a positive multiple of update_interval={interval}, such as "
-                f"{max(round(steps / interval), 1) * interval}: a rollout begins with a new image."
-            )
-        if num_pretrain_iters < 0:
-            raise ValueError(f"num_pretrain_iters={num_pretrain_iters} was given; expected at least 0.")
+        _check_steps(steps, interval, num_pretrain_iters)
         if {id(p) for p in teacher.parameters()} & {id(p) for p in student.parameters()}:
             raise ValueError(
                 "Teacher and student share parameters: the labels would change with what they teach. DepthStudent "
@@ -104,12 +98,7 @@ class DepthDistillationCollector:
         teacher.eval().requires_grad_(False)
         states = [*DEPTH_STATES, "depth_new"]
         self._keys = [key for key in student.in_keys if key not in states]
-        missing = [key for key in [*self._keys, *teacher.in_keys] if key not in env.observation_spec.keys(True, True)]
-        if missing:
-            raise ValueError(
-                f"The environment does not publish {missing}, which teacher or student reads; it publishes "
-                f"{sorted(map(str, env.observation_spec.keys(True, True)))}. Add the groups to --env.kwargs.groups."
-            )
+        _check_published(env, [*self._keys, *teacher.in_keys])
         self._root = env.reset()
         self._hidden = student.module.encoder.start(env.batch_size.numel())
         label, wanted = self._label().shape, env.action_spec.shape
@@ -124,7 +113,7 @@ class DepthDistillationCollector:
         while True:
             data = self._collect()
             yield data
-            # After backward: neither the data, wherever it is kept, nor this generator holds on to the graph.
+            # Backward has run: neither the data, wherever it is kept, nor this generator may hold on to the graph.
             data.update(data.detach())
 
     @torch.no_grad()
@@ -160,7 +149,7 @@ class DepthDistillationCollector:
             # A new episode remembers nothing, and no gradient enters the finished one.
             ended = stepped["next", "done"]
             hidden, latent, yaw = (torch.where(ended, 0.0, part) for part in (hidden, latent, yaw))
-        # The graph belongs to the data alone from here on.
+        # From here on only the data holds the graph.
         self._hidden = hidden.detach()
         self.iterations += 1
         data = TensorDict.stack(steps, self.env.batch_dims)
@@ -172,8 +161,7 @@ class DepthDistillationCollector:
         return {
             "iterations": self.iterations,
             "hidden": self._hidden.clone(),
-            "transforms": self.env.transform.state_dict() if isinstance(self.env, TransformedEnv) else {},
-            "simulator": self._simulator.state_dict(),
+            **env_state_dict(self.env),
             "root": self._root.clone().to_dict(),
         }
 
@@ -184,22 +172,25 @@ class DepthDistillationCollector:
         episodes, with a warning; the student's memory of the old ones is not restored.
         """
         self.iterations = state["iterations"]
-        if isinstance(self.env, TransformedEnv):
-            self.env.transform.load_state_dict(state["transforms"])
-        self._simulator.load_state_dict(state["simulator"])
-        extra = state["simulator"].get("_extra_state")
-        if extra is None or not extra.get("exact", True):
-            if extra is None:  # otherwise the environment has said so itself
-                name = type(self._simulator).__name__
-                _log.warning("%s does not save its simulation state: episodes start anew.", name)
-            return
-        self._hidden = state["hidden"].to(self._hidden.device)
-        root = TensorDict.from_dict(state["root"], batch_size=self.env.batch_size)
-        self._root = root if self._root.device is None else root.to(self._root.device)
+        if load_env_state_dict(self.env, state):
+            self._hidden = state["hidden"].to(self._hidden.device)
+            self._root = load_step(state["root"], self._root)
 
-    @property
-    def _simulator(self) -> EnvBase:
-        env = self.env
-        while isinstance(env, TransformedEnv):
-            env = env.base_env
-        return env
+
+def _check_steps(steps: int, interval: int, num_pretrain_iters: int) -> None:
+    if steps < 1 or steps % interval:
+        raise ValueError(
+            f"steps={steps} was given; expected a positive multiple of update_interval={interval}, such as "
+            f"{max(round(steps / interval), 1) * interval}: a rollout begins with a new image."
+        )
+    if num_pretrain_iters < 0:
+        raise ValueError(f"num_pretrain_iters={num_pretrain_iters} was given; expected at least 0.")
+
+
+def _check_published(env: EnvBase, keys: list[NestedKey]) -> None:
+    published = env.observation_spec.keys(True, True)
+    if missing := [key for key in keys if key not in published]:
+        raise ValueError(
+            f"The environment does not publish {missing}, which teacher or student reads; it publishes "
+            f"{sorted(map(str, published))}. Add the groups to --env.kwargs.groups."
+        )

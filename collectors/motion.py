@@ -1,42 +1,43 @@
-"""Reference motion, and the policy's windows that it is compared with."""
+"""Reference motion: windows of recorded clips."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
 import math
-import pickle
-import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor
-from torchrl.data import TensorDictReplayBuffer, TensorStorage
-from torchrl.envs import EnvBase, TransformedEnv
+from torchrl.envs import EnvBase
 
-__all__ = ["MotionDataset", "WindowBuffer"]
+from edenrl.collectors.motion_file import read_motion_file
+from edenrl.collectors.resume import simulator_of
+
+__all__ = ["MotionDataset"]
 
 _log = logging.getLogger("edenrl")
 
-_AT_ONCE = 8192
+_AT_ONCE = 8192  # windows that are compared with the references at a time
 
 
 class MotionDataset:
     """Windows of consecutive frames from recorded motion clips, between the recorded frames as well.
 
-    The file is an ``.npz`` with ``num_motions``, ``fps`` and the clips ``motion_0``, ``motion_1``, ... ``[T_i, f]``;
-    and ``joint_names``, one for each of the f columns, if it has any. A window of K frames has a base b, a continuous
-    frame index; with one frame per step its frames stand at ``b - (K - 2), ..., b, b + 1``, oldest first, each the
-    linear blend of its two recorded neighbours. ``sample`` takes a clip uniformly, then b uniformly among those whose
-    window lies within the clip; all clips in one gather.
+    The file is an ``.npz`` with ``num_motions``, ``fps`` and the clips ``motion_0``, ``motion_1``, ... ``[T_i, f]``.
+    It may also hold ``joint_names``, one for each of the f columns.
 
-    Everything is checked when the file is read, and again against an environment by ``match``. Pickled content is never
-    loaded. Samples are drawn from a generator of the data set's own; ``state_dict`` holds its state and a digest of the
-    clips, so that a run continues bit for bit and not on other clips.
+    A window of K frames is placed by its base b, a frame index that need not be a whole number. With one recorded frame
+    per step the frames of the window stand at ``b - (K - 2), ..., b, b + 1``, oldest first. Each is the linear blend of
+    its two recorded neighbours. ``sample`` takes a clip uniformly, then b uniformly among those whose window lies
+    within the clip.
+
+    Everything is checked when the file is read; ``match`` checks it against an environment. Pickled content is never
+    loaded. Samples are drawn from the data set's own generator. ``state_dict`` holds the state of the generator and a
+    digest of the clips, so that a run continues bit for bit, and is refused on other clips.
 
     Args:
         path: the file.
@@ -74,7 +75,7 @@ class MotionDataset:
         if num_frames < 2 or dt is not None and not 0 < dt < math.inf:
             raise ValueError(f"MotionDataset needs num_frames >= 2 and dt > 0, got num_frames={num_frames}, dt={dt}.")
         self.path, self.num_frames, self.device = Path(path).expanduser(), num_frames, torch.device(device)
-        clips, self.fps, self.joint_names = _read(self.path)
+        clips, self.fps, self.joint_names = read_motion_file(self.path)
         self.num_motions, self.frame_dim = len(clips), clips[0].shape[1]
         self._lengths = torch.tensor([len(clip) for clip in clips], device=self.device)
         self._offsets = self._lengths.cumsum(0) - self._lengths
@@ -83,7 +84,7 @@ class MotionDataset:
         self._frames = torch.from_numpy(frames).to(self.device)
         self.generator = torch.Generator(self.device).manual_seed(seed)
         self.dt = 1.0 / self.fps
-        self._require_length()  # of the file as it is, before it is asked for steps of another length
+        self._require_length()  # at the recorded rate, before another one is asked for
         if dt is not None:
             self.dt = dt
             self._require_length()
@@ -99,7 +100,7 @@ class MotionDataset:
         return self.dt * self.fps
 
     def _bounds(self) -> tuple[float, Tensor]:
-        """Range of the base: the first one, the same for all clips, and the one past the last ``[num_motions]``."""
+        """Range of the base: its smallest value, the same for all clips, and its end ``[num_motions]``, exclusive."""
         return (self.num_frames - 2) * self._stride, self._lengths.double() - 1 - self._stride
 
     def _require_length(self) -> None:
@@ -140,9 +141,7 @@ class MotionDataset:
         Raises:
             ValueError: keys, width, names or rate that do not fit, naming the file.
         """
-        simulator: Any = env
-        while isinstance(simulator, TransformedEnv):
-            simulator = simulator.base_env
+        simulator = simulator_of(env)
         published, name = list(env.observation_spec.keys()), type(simulator).__name__
         if missing := [key for key in (window_key, gate_key) if key not in published]:
             raise ValueError(
@@ -226,7 +225,7 @@ class MotionDataset:
     def _gather(self, clip: Tensor, base: Tensor) -> Tensor:
         steps = torch.arange(2 - self.num_frames, 2, device=self.device, dtype=torch.float64)
         position = base[:, None] + self._stride * steps
-        # Rounding may bring a position onto the last frame or a hair outside; it is blended from the last two then.
+        # Rounding may put a position onto the last frame or slightly behind it: then the last two are blended.
         last = (self._lengths[clip] - 2)[:, None]
         left = torch.minimum(position.floor().long().clamp_min(0), last)
         index = self._offsets[clip][:, None] + left
@@ -251,7 +250,7 @@ class MotionDataset:
         clip = torch.searchsorted(ends, place, right=True).clamp_max(self.num_motions - 1)
         base = low + place - (ends - (high - low))[clip]
         references = self._gather(clip, base).flatten(1)
-        # In parts: of a rollout of thousands of environments, all distances at once take gigabytes.
+        # In parts: all distances at once, for a rollout of thousands of environments, would take gigabytes.
         parts = windows.reshape(-1, self.window_dim).split(_AT_ONCE)
         nearest = torch.cat([torch.cdist(part, references).amin(-1) for part in parts])
         return (nearest / math.sqrt(self.window_dim)).reshape(windows.shape[:-1])
@@ -276,148 +275,3 @@ class MotionDataset:
     def _rates(self, state: Mapping[str, Any]) -> str:
         before = state.get("fps", self.fps)
         return "" if before == self.fps else f" (fps {before:g}, now {self.fps:g})"
-
-
-class WindowBuffer(TensorDictReplayBuffer):
-    """The last windows of the policy for which style counts: a ``TensorDictReplayBuffer`` that picks them itself.
-
-    Samples have the windows under ``"amp_window"``. They are drawn from a generator of the buffer's own, whose state is
-    part of ``state_dict``.
-
-    Args:
-        capacity: number of windows kept; the oldest make room.
-        window_dim: width K * f of a window.
-        batch_size: windows per sample.
-        seed: seed of the generator. Default 0.
-        device: where the windows are kept. Default CPU.
-
-    Examples:
-        >>> buffer = WindowBuffer(100, window_dim=15, batch_size=8)
-        >>> step = {"amp_window": torch.randn(4, 6, 15), "amp_gate": torch.ones(4, 6, 1)}
-        >>> buffer.add_rollout(TensorDict(next=step, batch_size=[4, 6])).shape, len(buffer)
-        (torch.Size([24, 15]), 24)
-        >>> buffer.sample()["amp_window"].shape
-        torch.Size([8, 15])
-    """
-
-    def __init__(
-        self, capacity: int, window_dim: int, batch_size: int, *, seed: int = 0, device: torch.device | str = "cpu"
-    ) -> None:
-        # Allocated here and not on the first call, so that checkpoints have one layout from the start.
-        rows = TensorDict(
-            amp_window=torch.zeros(capacity, window_dim, device=device),
-            index=torch.zeros(capacity, dtype=torch.int64, device=device),
-            batch_size=[capacity],
-        )
-        super().__init__(storage=TensorStorage(rows, device=device), batch_size=batch_size)
-        self.empty()
-        self.capacity = capacity
-        self.set_rng(torch.Generator(device).manual_seed(seed))
-
-    def add_rollout(
-        self,
-        rollout: TensorDictBase,
-        *,
-        window_key: NestedKey = ("next", "amp_window"),
-        gate_key: NestedKey = ("next", "amp_gate"),
-        missing_key: NestedKey = ("next", "final_obs_missing"),
-    ) -> Tensor:
-        """Takes the windows after each step where the gate is open; returns them, ``[n, K * f]``.
-
-        Windows at ends of episodes whose last observation the simulator does not give (marked by ``missing_key``) are
-        left out.
-
-        Args:
-            rollout: data of any batch shape.
-            window_key: windows ``[*batch, K * f]``.
-            gate_key: gates ``[*batch, 1]``; open above 0.5.
-            missing_key: marks ``[*batch, 1]``; optional.
-        """
-        counts = rollout.get(gate_key).squeeze(-1) > 0.5
-        if (missing := rollout.get(missing_key, None)) is not None:
-            counts = counts & ~missing.squeeze(-1)
-        windows: Tensor = rollout.get(window_key)[counts]
-        if len(kept := windows[-self.capacity :]):
-            self.extend(TensorDict(amp_window=kept, batch_size=[len(kept)]))
-        return windows
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores ``state_dict``."""
-        state, device = state_dict["_rng"]
-        super().load_state_dict({**state_dict, "_rng": (state.cpu(), device)})
-
-
-def _read(path: Path) -> tuple[list[np.ndarray], float, list[str] | None]:
-    """Clips as float32, frames per second and names of the columns."""
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"{path}: no such motion file; expected an .npz bundle with motion_0, fps and num_motions."
-        )
-    try:
-        # Pickled content would run whatever it says.
-        bundle = np.load(path, allow_pickle=False)
-    except (ValueError, OSError, EOFError, zipfile.BadZipFile, pickle.UnpicklingError) as error:
-        raise ValueError(f"{path} is not a motion bundle (.npz): {error}") from None
-    if not isinstance(bundle, np.lib.npyio.NpzFile):
-        raise ValueError(f"{path} holds one array; expected an .npz bundle with motion_0, fps and num_motions.")
-    with bundle:
-        fps = _number(bundle, "fps", path)
-        count = _number(bundle, "num_motions", path)
-        if not 0 < fps < math.inf:
-            raise ValueError(f"{path}: fps is {fps:g}; expected the frames per second, a positive number.")
-        if count < 1 or count != int(count):
-            raise ValueError(f"{path}: num_motions is {count:g}; expected a whole number, at least 1.")
-        names = [f"motion_{i}" for i in range(min(int(count), len(bundle.files) + 1))]
-        if surplus := [key for key in bundle.files if key.startswith("motion_") and key not in names]:
-            raise ValueError(
-                f"{path}: num_motions is {int(count)}, but the file also has {surplus}. Correct num_motions."
-            )
-        clips = [_clip(bundle, name, path) for name in names]
-        for name, clip in zip(names, clips, strict=True):
-            if clip.shape[1] != clips[0].shape[1]:
-                raise ValueError(
-                    f"{path}: {name} has frames of width {clip.shape[1]}, motion_0 of {clips[0].shape[1]}; expected "
-                    "one width."
-                )
-        return clips, fps, _names(bundle, clips[0].shape[1], path)
-
-
-def _entry(bundle: Mapping[str, np.ndarray], key: str, path: Path) -> np.ndarray:
-    if key not in bundle:
-        raise ValueError(f"{path}: {key} is missing; the file has {sorted(bundle)}.")
-    try:
-        return bundle[key]
-    except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
-        raise ValueError(
-            f"{path}: {key} cannot be read ({error}). Save plain arrays of numbers with numpy.savez."
-        ) from None
-
-
-def _number(bundle: Mapping[str, np.ndarray], key: str, path: Path) -> float:
-    value = _entry(bundle, key, path)
-    if value.size != 1 or value.dtype.kind not in "iuf":
-        raise ValueError(f"{path}: {key} is {value.dtype} of shape {value.shape}; expected one number.")
-    return float(value.reshape(()))
-
-
-def _clip(bundle: Mapping[str, np.ndarray], name: str, path: Path) -> np.ndarray:
-    clip = _entry(bundle, name, path)
-    if clip.ndim != 2 or clip.dtype.kind not in "iuf" or 0 in clip.shape:
-        raise ValueError(
-            f"{path}: {name} is {clip.dtype} of shape {clip.shape}; expected real numbers [frames, width]."
-        )
-    clip = np.ascontiguousarray(clip, dtype=np.float32)
-    if not (finite := np.isfinite(clip)).all():
-        frame, column = np.argwhere(~finite)[0].tolist()
-        raise ValueError(f"{path}: {name} is not finite in frame {frame}, column {column}. Repair or remove the clip.")
-    return clip
-
-
-def _names(bundle: Mapping[str, np.ndarray], width: int, path: Path) -> list[str] | None:
-    if "joint_names" not in bundle:
-        return None
-    entry = _entry(bundle, "joint_names", path)
-    names = [str(name) for name in entry.ravel()]
-    if entry.dtype.kind != "U" or len(names) != width or len(set(names)) != width:
-        raise ValueError(f"{path}: joint_names is {names}; expected {width} different names, one a column.")
-    return names

@@ -9,8 +9,9 @@ from typing import Any
 from tensordict import TensorDict, TensorDictBase
 from torch import nn
 from torchrl import collectors
-from torchrl.envs import EnvBase, TransformedEnv
 from torchrl.modules.utils import get_primers_from_module
+
+from edenrl.collectors.resume import env_state_dict, load_env_state_dict
 
 __all__ = ["Collector"]
 
@@ -29,12 +30,13 @@ class Collector(collectors.Collector):
     """TorchRL's ``Collector`` whose ``state_dict`` continues a run bit for bit.
 
     TorchRL restores counters and transforms, then starts every environment anew. This class also keeps the data that is
-    carried into the next step and the simulation state of the environment, when its own ``state_dict`` holds it under
-    ``"_extra_state"`` (``PointMass`` and synchronous Gymnasium environments do; others start new
-    episodes and say so). The policy is not part of the state: checkpoint it under its own name.
+    carried into the next step, and the simulation state of the environment. For that the environment's own
+    ``state_dict`` must hold the state under ``"_extra_state"``, as those of ``PointMass`` and of synchronous Gymnasium
+    environments do. Others start new episodes and say so. The policy is not part of the state: checkpoint it under its
+    own name.
 
-    It also warns, once, when the first twenty episodes all ended as terminations at one same length: a time limit that
-    is declared as a termination switches the bootstrap off without a trace.
+    It also warns, once, when the first twenty episodes all ended by termination and at the same length. That is
+    probably a time limit that is declared as a termination, and then nothing is bootstrapped at its end.
 
     Takes the arguments of TorchRL's class and yields ``[*env.batch_size, T]``.
 
@@ -60,13 +62,15 @@ class Collector(collectors.Collector):
         return data
 
     def _suspect_time_limits(self, ended: TensorDictBase) -> None:
+        """Looks at the episodes that ended until one of them shows that no time limit is hidden, or twenty did not."""
         lengths, truncated = ended.get("step_count", None), ended.get("truncated", None)
         if lengths is None or self._first_lengths is None:
             self._first_lengths = None
             return
         done = ended["done"]
         self._first_lengths += lengths[done].tolist()
-        if truncated is not None and bool(truncated[done].any()) or len(set(self._first_lengths)) > 1:
+        truncates = truncated is not None and bool(truncated[done].any())
+        if truncates or len(set(self._first_lengths)) > 1:
             self._first_lengths = None
         elif len(self._first_lengths) >= 20:
             _log.warning(
@@ -77,21 +81,13 @@ class Collector(collectors.Collector):
             )
             self._first_lengths = None
 
-    @property
-    def _simulator(self) -> EnvBase:
-        env = self.env
-        while isinstance(env, TransformedEnv):
-            env = env.base_env
-        return env
-
     def state_dict(self) -> OrderedDict[str, Any]:
         """Counters, transforms, simulation state and the carried step."""
         return OrderedDict(
             frames=self._frames,
             iter=self._iter,
             trajectories=self._traj_pool.state_dict() if self.track_traj_ids else None,
-            transforms=self.env.transform.state_dict() if isinstance(self.env, TransformedEnv) else {},
-            simulator=self._simulator.state_dict(),
+            **env_state_dict(self.env),
             carrier=self._carrier.clone().to_dict(),
         )
 
@@ -100,15 +96,8 @@ class Collector(collectors.Collector):
         self._frames, self._iter = state_dict["frames"], state_dict["iter"]
         if self.track_traj_ids:
             self._traj_pool.load_state_dict(state_dict["trajectories"])
-        if isinstance(self.env, TransformedEnv):
-            self.env.transform.load_state_dict(state_dict["transforms"])
-        simulator, saved = self._simulator, state_dict["simulator"]
-        simulator.load_state_dict(saved)
-        extra = saved.get("_extra_state")
-        if extra is None or not extra.get("exact", True):
+        if not load_env_state_dict(self.env, state_dict):
             # The carried step belongs to episodes that are lost: keep the fresh reset, under new trajectory ids.
-            if extra is None:  # otherwise the environment has said so itself
-                _log.warning("%s does not save its simulation state: episodes start anew.", type(simulator).__name__)
             if self.track_traj_ids:
                 ids = self._traj_pool.get_traj_and_increment(self.n_env, device=self.storing_device)
                 self._carrier.set(("collector", "traj_ids"), ids.view(self.env.batch_size))

@@ -1,9 +1,9 @@
 """Several processes that train one policy, each on environments of its own (``torchrun``).
 
-Every process runs the same script. ``edenrl.training.setup`` joins them, ``Run`` gives all of them the first one's
-parameters, and from there on what changes the parameters is averaged or merged where it is computed: gradients, loss
-and KL in ``GradientStep``, observation statistics in ``RunningNorm``, advantage statistics in ``GAE`` and ``PPOLoss``.
-Without ``torchrun`` nothing in this module does anything.
+Every process runs the same script. ``edenrl.training.setup`` joins them, and ``Run`` gives all of them the parameters
+of the first one. They stay equal, because everything that changes them is averaged or merged where it is computed:
+gradients, loss and KL in ``GradientStep``, observation statistics in ``RunningNorm``, advantage statistics in ``GAE``
+and ``PPOLoss``. Without ``torchrun`` nothing in this module does anything.
 """
 
 from __future__ import annotations
@@ -70,9 +70,10 @@ def num_iterations(total_frames: int, frames: int) -> int:
 
 
 def local_device(name: str) -> str:
-    """The device that ``name`` means in this process: "auto" takes an accelerator, "cuda" this process's own.
+    """The device that ``name`` means in this process.
 
-    Under ``torchrun`` the processes of one machine take its GPUs in turn (``LOCAL_RANK``).
+    "auto" is "cuda" where there is a GPU and "cpu" elsewhere. Under ``torchrun``, "cuda" is the GPU of this process:
+    each process of a machine takes the one of its ``LOCAL_RANK``.
 
     Args:
         name: "auto" or a torch device.
@@ -89,6 +90,7 @@ def local_device(name: str) -> str:
 
 
 def _asked_for() -> int:
+    """How many processes ``torchrun`` started; they may not be joined yet."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -99,7 +101,7 @@ def start(device: torch.device, timeout: float = 600.0) -> None:
 
     Args:
         device: this process's device.
-        timeout: seconds to wait for the others in any exchange before giving up; longer than an evaluation takes.
+        timeout: seconds to wait for the others in any exchange before giving up. An evaluation must not take longer.
 
     Raises:
         ValueError: if ``WORLD_SIZE`` is set without the other variables of ``torchrun``.
@@ -118,7 +120,7 @@ def start(device: torch.device, timeout: float = 600.0) -> None:
 
 
 def stop() -> None:
-    """Leaves the processes joined by ``start``."""
+    """Leaves the group of processes that ``start`` joined."""
     if several_processes():
         dist.destroy_process_group()
 
@@ -126,8 +128,7 @@ def stop() -> None:
 def exchange(value: Any) -> list[Any]:
     """Every process's ``value``, in the order of their ranks; all processes must call it.
 
-    Values are pickled, so they need not agree in kind or size: an entry that only one process has cannot make the
-    others wait.
+    Values are pickled, so they need not have one type or size.
 
     Examples:
         >>> exchange(3)
@@ -197,10 +198,10 @@ def average_rows(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 class PerProcess:
-    """A component of a checkpoint whose state differs between processes: a collector, the random states.
+    """A component of a checkpoint whose state differs between processes, such as a collector or the random states.
 
-    The checkpoint is written by the first process and holds the states of all; each process restores its own. With one
-    process it is the component itself.
+    The first process writes the checkpoint with the states of all processes; each process restores its own. With one
+    process the state is the component's.
 
     Args:
         component: anything with ``state_dict`` and ``load_state_dict``.
@@ -229,37 +230,46 @@ class PerProcess:
 
 @contextlib.contextmanager
 def failing_together() -> Iterator[None]:
-    """Wraps a script: an error in one process ends all of them, and each says where it came from.
+    """Wraps a script, so that an error in one process ends all of them, and each says where it came from.
 
-    The process that fails first leaves its message where the others find it, and raises on. The others notice at their
-    next exchange with it and exit with status 1 and that message, instead of an error of the network. Left in order,
-    the processes part.
+    The process that fails first leaves its message where the others find it, and raises its error. The others notice at
+    their next exchange with it. They exit with status 1 and that message, instead of an error of the network. Without
+    an error the processes leave their group at the end.
     """
     try:
         yield
     except Exception as error:
         if not several_processes():
             raise
-        me, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
         # gloo raises a bare RuntimeError that begins with the place in its source.
         lost = isinstance(error, dist.DistError) or type(error) is RuntimeError and "/gloo/" in str(error)
-        first = None
-        # The store may be gone with the process that held it.
-        with contextlib.suppress(Exception):
-            if store.check([_FAILURE]):
-                first = store.get(_FAILURE).decode()
-            elif not lost:
-                store.set(_FAILURE, f"process {me}: {type(error).__name__}: {error}")
+        first = _first_failure(None if lost else error)
         if not lost:
             raise
-        cause = first or f"another process ended without a message; it may have been killed ({error})"
-        if not first and ("timed out" in str(error).lower() or "timeout" in str(error).lower()):
-            cause = (
-                "another process that did not answer in time. Raise --process_timeout if it was busy, with a long "
-                f"evaluation for example; otherwise it hangs ({error})"
-            )
-        raise SystemExit(f"Process {me} stops because of {cause}") from None
+        raise SystemExit(f"Process {dist.get_rank()} stops because of {first or _silent_failure(error)}") from None
     except SystemExit:
         stop()
         raise
     stop()
+
+
+def _first_failure(own: Exception | None) -> str | None:
+    """The message of the process that failed first, if one left it; otherwise leaves that of this process's error."""
+    store = dist.distributed_c10d._get_default_store()
+    # The store may be gone with the process that held it.
+    with contextlib.suppress(Exception):
+        if store.check([_FAILURE]):
+            return store.get(_FAILURE).decode()
+        if own is not None:
+            store.set(_FAILURE, f"process {dist.get_rank()}: {type(own).__name__}: {own}")
+    return None
+
+
+def _silent_failure(error: Exception) -> str:
+    """What an error of the network says about another process that left no message."""
+    if "timed out" in str(error).lower() or "timeout" in str(error).lower():
+        return (
+            "another process that did not answer in time. Raise --process_timeout if it was busy, with a long "
+            f"evaluation for example; otherwise it hangs ({error})"
+        )
+    return f"another process ended without a message; it may have been killed ({error})"

@@ -8,8 +8,8 @@ from pydantic import Field
 
 from edenrl.collectors import make_collector
 from edenrl.config import EnvConfig, RMAConfig, RunConfig, parse_cli, presets
-from edenrl.modules import MirrorAugmentation, observation_groups, update_normalization
-from edenrl.modules.rma import RMAActor, rma_composition, rma_policy
+from edenrl.modules import MirrorAugmentation, RMAActor, observation_groups, update_normalization
+from edenrl.modules.rma_compositions import rma_composition, rma_policy
 from edenrl.objectives import GAE, LinearRamp, MirrorLoss, RMADaggerLoss, RMALoss
 from edenrl.training import Run, make_critic, minibatches, run_script, symmetry_mirrors
 

@@ -1,9 +1,6 @@
 """Networks and their TensorDict forms."""
 
 from edenrl.modules.actor_critic import (
-    GaussianMLP,
-    GroupMLP,
-    StateIndependentStd,
     categorical_actor,
     gaussian_actor,
     make_actor,
@@ -13,51 +10,27 @@ from edenrl.modules.actor_critic import (
 )
 from edenrl.modules.amp import AMPReward, Discriminator, FrameNorm, SaturationWatch
 from edenrl.modules.constraint import TaskConstraint
-from edenrl.modules.depth import (
-    DEPTH_STATES,
-    DepthBackbone,
-    DepthEncoder,
-    DepthPolicy,
-    DepthRefresh,
-    DepthStudent,
-    require_depth_interval,
-)
-from edenrl.modules.flashsac import (
-    FlashActor,
-    FlashCritic,
+from edenrl.modules.depth import DepthBackbone, DepthEncoder, DepthStudent
+from edenrl.modules.depth_policy import DEPTH_STATES, DepthPolicy, DepthRefresh, require_depth_interval
+from edenrl.modules.flashsac import FlashActor, FlashCritic, flash_actor, flash_critic
+from edenrl.modules.him import HIMActor, HIMEstimator, him_actor, sinkhorn
+from edenrl.modules.him_layout import HIMLayout
+from edenrl.modules.mlp import GaussianMLP, GroupMLP, StateIndependentStd
+from edenrl.modules.moments import merge_moments, several_processes
+from edenrl.modules.normalization import RunningNorm
+from edenrl.modules.rma import RMA_CHUNKS, HistoryEncoder, RMAActor
+from edenrl.modules.rma_compositions import RMAComposition, rma_composition, rma_policy
+from edenrl.modules.simba import HyperDense, Scaler, SimBa, post_step_hook, project_
+from edenrl.modules.simba_actor_critic import GaussianSimBa, GroupEncoder, GroupSimBa, simba_actor, simba_critic
+from edenrl.modules.symmetry import MirrorAugmentation, SignedPermutation
+from edenrl.modules.unit_norm import (
     UnitBatchNorm,
     UnitLinear,
     UnitRMSNorm,
     average_batch_statistics,
-    flash_actor,
-    flash_critic,
     project_unit_norms_,
     unit_norm_hook,
 )
-from edenrl.modules.him import HIMActor, HIMEstimator, HIMLayout, him_actor, sinkhorn
-from edenrl.modules.moments import merge_moments, several_processes
-from edenrl.modules.normalization import RunningNorm
-from edenrl.modules.rma import (
-    RMA_CHUNKS,
-    HistoryEncoder,
-    RMAActor,
-    RMAComposition,
-    rma_composition,
-    rma_policy,
-)
-from edenrl.modules.simba import (
-    GaussianSimBa,
-    GroupEncoder,
-    GroupSimBa,
-    HyperDense,
-    Scaler,
-    SimBa,
-    post_step_hook,
-    project_,
-    simba_actor,
-    simba_critic,
-)
-from edenrl.modules.symmetry import MirrorAugmentation, SignedPermutation
 
 __all__ = [
     "AMPReward",

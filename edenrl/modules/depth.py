@@ -1,32 +1,15 @@
-"""A student that walks by a depth camera: its encoders, the network, and its TensorDict form with recurrent state."""
+"""Networks of a student that walks by a depth camera: its encoders, and the actor that they feed."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from typing import Any
 
 import torch
-from tensordict import NestedKey, TensorDictBase
-from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
-from torchrl.data import Composite, Unbounded
-from torchrl.envs import Compose, EnvBase, TensorDictPrimer, Transform, TransformedEnv
 
 from edenrl.modules.rma import RMAActor
 
-__all__ = [
-    "DEPTH_STATES",
-    "DepthBackbone",
-    "DepthEncoder",
-    "DepthPolicy",
-    "DepthRefresh",
-    "DepthStudent",
-    "require_depth_interval",
-]
-
-DEPTH_STATES = ("depth_hidden", "depth_latent", "depth_yaw")
-"""Keys of what a ``DepthPolicy`` carries from step to step."""
+__all__ = ["DepthBackbone", "DepthEncoder", "DepthStudent"]
 
 
 class DepthBackbone(nn.Module):
@@ -77,13 +60,6 @@ class DepthBackbone(nn.Module):
             )
         latent: Tensor = self.layers(depth.reshape(-1, 1, *self.image))
         return latent.reshape(*depth.shape[:-2], -1)
-
-
-def _with_yaw(prop: Tensor, slots: tuple[int, int], yaw: Tensor | None = None) -> Tensor:
-    """``prop`` with other numbers in its yaw slots; None: zeros."""
-    start, stop = slots
-    filling = torch.zeros_like(prop[..., start:stop]) if yaw is None else yaw
-    return torch.cat([prop[..., :start], filling, prop[..., stop:]], -1)
 
 
 class DepthEncoder(nn.Module):
@@ -283,119 +259,8 @@ class _Unconditional(nn.Module):
         return self.student.act(prop, history, gate, latent, yaw), hidden, latent, yaw
 
 
-class DepthPolicy(TensorDictModule):
-    """A ``DepthStudent`` as a TensorDict policy; its state is carried under ``DEPTH_STATES``.
-
-    Reads ``prop``, ``prop_history``, ``delta_yaw_ok`` (the gate), ``depth``, ``depth_new`` and the state; writes the
-    action mean under ``action`` and the next state. The environment needs what ``make_tensordict_primer`` returns
-    (``edenrl.training.evaluate_run`` appends it): the zeros that episodes begin with, and ``depth_new``, which says
-    when the image is new. A row that was reset between two images acts on a latent and yaw of zero until the next.
-
-    Args:
-        student: the network.
-        keys: other names for any of ``prop``, ``history``, ``gate``, ``depth``.
-        update_interval: control steps between images. Default 5.
-
-    Examples:
-        >>> from torchrl.modules.utils import get_primers_from_module
-        >>> teacher = RMAActor(dict(prop=53, scan=132, priv_explicit=9, priv_latent=29, history=530), num_actions=12)
-        >>> policy = DepthPolicy(DepthStudent(teacher, DepthEncoder(53, hidden=16)))
-        >>> policy.in_keys[:5]
-        ['prop', 'prop_history', 'delta_yaw_ok', 'depth', 'depth_new']
-        >>> [type(transform).__name__ for transform in get_primers_from_module(policy)]
-        ['DepthRefresh', 'TensorDictPrimer']
-    """
-
-    module: DepthStudent
-
-    def __init__(
-        self, student: DepthStudent, keys: Mapping[str, NestedKey] | None = None, *, update_interval: int = 5
-    ) -> None:
-        default: dict[str, NestedKey] = dict(prop="prop", history="prop_history", gate="delta_yaw_ok", depth="depth")
-        if unknown := set(keys or {}) - set(default):
-            raise ValueError(f"keys names {sorted(unknown)}; a DepthPolicy reads {list(default)}.")
-        self.update_interval = update_interval
-        super().__init__(
-            student,
-            in_keys=[*{**default, **(keys or {})}.values(), "depth_new", *DEPTH_STATES],
-            out_keys=["action", *(("next", name) for name in DEPTH_STATES)],
-        )
-
-    def make_tensordict_primer(self) -> Compose:
-        """What an environment needs for this policy."""
-        states = zip(DEPTH_STATES, self.module.start(1), strict=True)
-        primers = {name: Unbounded(shape=state.shape[1:], device=state.device) for name, state in states}
-        return Compose(DepthRefresh(self.update_interval), TensorDictPrimer(primers, expand_specs=True))
-
-
-def require_depth_interval(env: EnvBase, interval: int) -> None:
-    """Refuses an environment that does not declare ``depth_interval``, or another one than ``interval``.
-
-    Raises:
-        ValueError: naming both.
-    """
-    while isinstance(env, TransformedEnv):
-        env = env.base_env
-    declared = getattr(env, "depth_interval", None)
-    if declared is None:
-        raise ValueError(
-            f"{type(env).__name__} does not declare depth_interval, the control steps between depth images. Give it "
-            "this attribute, or choose an environment with a depth camera such as QuadrupedTerrain."
-        )
-    if declared != interval:
-        raise ValueError(
-            f"The depth encoder is to run every update_interval={interval} steps; {type(env).__name__} makes a new "
-            f"image every {declared}. Set update_interval={declared}."
-        )
-
-
-class DepthRefresh(Transform):
-    """Publishes ``depth_new`` ``[N, 1]``: 1 at the steps at which the environment's images are new, otherwise 0.
-
-    Images are new in all rows together, every ``interval`` steps since the whole batch was reset. The image that a row
-    gets when it alone is reset is not announced: it is seen when the next one is due.
-
-    Args:
-        interval: control steps between images; the environment must declare the same ``depth_interval``.
-
-    Raises:
-        ValueError: on attachment to an environment with another interval.
-
-    Examples:
-        >>> from edenrl.envs import Quadruped
-        >>> env = TransformedEnv(Quadruped(2, groups=["prop", "depth"], seed=0, num_threads=1), DepthRefresh(5))
-        >>> env.rollout(7)["depth_new"][0, :, 0].tolist()
-        [1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0]
-    """
-
-    steps: Tensor
-
-    def __init__(self, interval: int = 5) -> None:
-        super().__init__(in_keys=[], out_keys=["depth_new"])
-        self.interval = interval
-        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
-
-    def set_container(self, container: Any) -> None:
-        """Attach to an environment, after checking its interval."""
-        super().set_container(container)
-        if self.parent is not None:
-            require_depth_interval(self.parent, self.interval)
-
-    def _mark(self, tensordict: TensorDictBase) -> TensorDictBase:
-        new = (self.steps % self.interval == 0).float().to(tensordict.device or "cpu")
-        return tensordict.set("depth_new", new.expand(*tensordict.batch_size, 1).clone())
-
-    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        self.steps += 1
-        return self._mark(next_tensordict)
-
-    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
-        if tensordict.get("_reset", None) is None:
-            self.steps.zero_()
-        return self._mark(tensordict_reset)
-
-    def transform_observation_spec(self, observation_spec: Composite) -> Composite:
-        """Adds the mark."""
-        shape = (*observation_spec.shape, 1)
-        observation_spec["depth_new"] = Unbounded(shape, device=observation_spec.device, dtype=torch.float32)
-        return observation_spec
+def _with_yaw(prop: Tensor, slots: tuple[int, int], yaw: Tensor | None = None) -> Tensor:
+    """``prop`` with other numbers in its yaw slots; None: zeros."""
+    start, stop = slots
+    filling = torch.zeros_like(prop[..., start:stop]) if yaw is None else yaw
+    return torch.cat([prop[..., :start], filling, prop[..., stop:]], -1)

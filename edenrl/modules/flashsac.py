@@ -1,181 +1,26 @@
-"""FlashSAC networks: unit-norm linear maps, batch norms on a sphere, a distributional critic of several members."""
+"""FlashSAC networks: an actor and a distributional critic of several members, made of unit-norm layers."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 from torchrl.data import TensorSpec
 from torchrl.modules import ProbabilisticActor
 
 from edenrl.modules.actor_critic import gaussian_actor
-from edenrl.modules.moments import several_processes
+from edenrl.modules.mlp import concatenate
+from edenrl.modules.projection import require_sizes
+from edenrl.modules.unit_norm import UnitBatchNorm, UnitLinear, UnitRMSNorm
 
-__all__ = [
-    "FlashActor",
-    "FlashCritic",
-    "UnitBatchNorm",
-    "UnitLinear",
-    "UnitRMSNorm",
-    "average_batch_statistics",
-    "flash_actor",
-    "flash_critic",
-    "project_unit_norms_",
-    "unit_norm_hook",
-]
+__all__ = ["FlashActor", "FlashCritic", "flash_actor", "flash_critic"]
 
-_EPS = 1e-8
 _LOG_STD_MIN, _LOG_STD_MAX = -10.0, 2.0
-
-
-def _shape(dim: int, members: int | None) -> tuple[int, ...]:
-    return (dim,) if members is None else (members, dim)
-
-
-class UnitLinear(nn.Module):
-    """A linear map without bias whose weight rows are unit vectors; several of them side by side with ``members``.
-
-    Rows start orthogonal. An optimizer step moves them off the sphere, ``project_`` brings them back.
-
-    Args:
-        in_features: width of the input.
-        out_features: width of the output.
-        members: ``None`` maps ``(*batch, in_features)``. A number keeps that many maps, each with an input of its own:
-            features then stand before the batch, ``(members, in_features, batch)``, which makes one product of all of
-            them and one contiguous batch norm of what comes out.
-
-    Source: FlashSAC, arXiv:2604.04539.
-
-    Examples:
-        >>> UnitLinear(3, 4)(torch.ones(5, 3)).shape, UnitLinear(3, 4, members=2)(torch.ones(2, 3, 5)).shape
-        (torch.Size([5, 4]), torch.Size([2, 4, 5]))
-        >>> [round(norm, 5) for norm in UnitLinear(3, 2).weight.norm(dim=-1).tolist()]
-        [1.0, 1.0]
-    """
-
-    def __init__(self, in_features: int, out_features: int, members: int | None = None) -> None:
-        super().__init__()
-        self.members = members
-        self.weight = nn.Parameter(torch.empty(*(() if members is None else (members,)), out_features, in_features))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draws orthogonal rows (columns, where there are more rows than inputs) of unit norm."""
-        for weight in [self.weight] if self.members is None else self.weight:
-            nn.init.orthogonal_(weight)
-        self.project_()
-
-    def forward(self, x: Tensor, member: int | None = None) -> Tensor:
-        """Maps the features; ``member`` is applied alone, to ``(*batch, in_features)``."""
-        if self.members is None or member is not None:
-            return F.linear(x, self.weight if member is None else self.weight[member])
-        return torch.bmm(self.weight, x)
-
-    @torch.no_grad()
-    def project_(self) -> None:
-        """Scales every row to unit norm, in place; a row of zeros stays."""
-        self.weight.div_(torch.linalg.vector_norm(self.weight, dim=-1, keepdim=True).clamp_min(_EPS))
-
-
-class UnitBatchNorm(nn.Module):
-    """Batch norm whose scale and shift together have norm sqrt(dim); ``project_`` restores it after a step.
-
-    Which statistics normalize is asked for with each call and does not depend on ``train()`` or ``eval()``: a policy
-    that is being trained must act on the running ones.
-
-    Args:
-        dim: number of features.
-        members: as for ``UnitLinear``; each member has its own scale, shift and statistics.
-        momentum: share of a batch in the running statistics.
-        eps: added to the variance.
-
-    Source: FlashSAC, arXiv:2604.04539.
-
-    Examples:
-        >>> norm = UnitBatchNorm(2)
-        >>> x = torch.tensor([[0.0, 2.0], [2.0, 6.0]])
-        >>> norm(x, batch_stats=True).round().tolist()
-        [[-1.0, -1.0], [1.0, 1.0]]
-        >>> [round(v, 4) for v in norm.running_mean.tolist()]  # 0.99 of what it was, 0.01 of the batch's
-        [0.01, 0.04]
-    """
-
-    running_mean: Tensor
-    running_var: Tensor
-
-    def __init__(self, dim: int, members: int | None = None, momentum: float = 0.01, eps: float = 1e-5) -> None:
-        super().__init__()
-        self.members, self.momentum, self.eps = members, momentum, eps
-        shape = _shape(dim, members)
-        self.scale = nn.Parameter(torch.ones(shape))
-        self.shift = nn.Parameter(torch.zeros(shape))
-        self.register_buffer("running_mean", torch.zeros(shape))
-        self.register_buffer("running_var", torch.ones(shape))
-
-    def forward(self, x: Tensor, batch_stats: bool = False, member: int | None = None) -> Tensor:
-        """Normalizes features in the layout of ``UnitLinear``.
-
-        Args:
-            x: the features.
-            batch_stats: normalize by the batch and let it move the running statistics; default, the running ones.
-            member: apply this one alone.
-        """
-        affine: list[Tensor] = [self.running_mean, self.running_var, self.scale, self.shift]
-        if self.members is None or member is not None:
-            rows, affine = x.flatten(0, -2), affine if member is None else [part[member] for part in affine]
-        else:
-            # All members are the channels of one sample of length ``batch``: no copy and a single kernel.
-            rows, affine = x.reshape(1, -1, x.shape[-1]), [part.view(-1) for part in affine]
-        mean, var, scale, shift = affine
-        return F.batch_norm(rows, mean, var, scale, shift, batch_stats, self.momentum, self.eps).view(x.shape)
-
-    @torch.no_grad()
-    def project_(self) -> None:
-        """Rescales scale and shift by one factor, in place, so that together they have norm sqrt(dim)."""
-        total = self.scale.square().sum(-1, keepdim=True) + self.shift.square().sum(-1, keepdim=True)
-        factor = (self.scale.shape[-1] / (total + _EPS)).sqrt_()
-        self.scale.mul_(factor)
-        self.shift.mul_(factor)
-
-
-class UnitRMSNorm(nn.Module):
-    """Divides features by their root mean square; the scale has norm sqrt(dim), which ``project_`` restores.
-
-    Args:
-        dim: number of features.
-        members: as for ``UnitLinear``.
-        eps: added to the mean square.
-
-    Source: FlashSAC, arXiv:2604.04539.
-
-    Examples:
-        >>> [round(v, 3) for v in UnitRMSNorm(2)(torch.tensor([3.0, 4.0])).tolist()]
-        [0.849, 1.131]
-    """
-
-    def __init__(self, dim: int, members: int | None = None, eps: float = 1e-6) -> None:
-        super().__init__()
-        self.members, self.eps = members, eps
-        self.scale = nn.Parameter(torch.ones(_shape(dim, members)))
-
-    def forward(self, x: Tensor, member: int | None = None) -> Tensor:
-        """Normalizes features in the layout of ``UnitLinear``; ``member`` is applied alone."""
-        dim, scale = -1, self.scale if member is None else self.scale[member]
-        if self.members is not None and member is None:
-            dim, scale = -2, scale.unsqueeze(-1)
-        return x * (x.square().mean(dim, keepdim=True) + self.eps).rsqrt() * scale
-
-    @torch.no_grad()
-    def project_(self) -> None:
-        """Rescales to norm sqrt(dim), in place."""
-        self.scale.mul_((self.scale.shape[-1] / (self.scale.square().sum(-1, keepdim=True) + _EPS)).sqrt_())
 
 
 class _Block(nn.Module):
@@ -192,9 +37,9 @@ class _Block(nn.Module):
 class _Trunk(nn.Module):
     def __init__(self, in_features: int, dim: int, num_blocks: int, members: int | None, expansion: int) -> None:
         super().__init__()
-        sizes = dict(in_features=in_features, hidden_dim=dim, num_blocks=num_blocks, expansion=expansion)
-        if wrong := {name: size for name, size in sizes.items() if size < 1}:
-            raise ValueError(f"FlashSAC networks need sizes of at least 1, got {wrong}.")
+        require_sizes(
+            "A FlashSAC network", in_features=in_features, hidden_dim=dim, num_blocks=num_blocks, expansion=expansion
+        )
         self.bn, self.weight = UnitBatchNorm(in_features, members), UnitLinear(in_features, dim, members)
         self.blocks = nn.ModuleList(_Block(dim, members, expansion) for _ in range(num_blocks))
         self.post = UnitRMSNorm(dim, members)
@@ -203,7 +48,9 @@ class _Trunk(nn.Module):
         x = self.weight(self.bn(x, batch_stats, member), member)
         for block in self.blocks:
             x = block(x, batch_stats, member)
-        return self.post(x[rows] if self.weight.members is None or member is not None else x[..., rows], member)
+        # With all members side by side the batch is the last dimension.
+        side_by_side = self.weight.members is not None and member is None
+        return self.post(x[..., rows] if side_by_side else x[rows], member)
 
 
 class FlashActor(nn.Module):
@@ -246,7 +93,7 @@ class FlashActor(nn.Module):
             groups: the observations.
             batch_stats: see ``UnitBatchNorm``; it needs at least two rows.
         """
-        x = torch.cat(groups, -1) if len(groups) > 1 else groups[0]
+        x = concatenate(groups)
         rows = x.reshape(-1, x.shape[-1])
         hidden = self.trunk(rows, batch_stats)
         # In the parameters' precision also under autocast: what follows is distribution maths.
@@ -331,11 +178,12 @@ class FlashCritic(nn.Module):
         Args:
             inputs: as for ``forward``.
             batch_stats: as for ``forward``.
-            rows: those that are wanted; the statistics are of all.
+            rows: the rows of the output that are wanted; batch statistics are of all rows.
         """
         x, members = torch.cat(inputs, -1), range(self.num_members)
         if _side_by_side(x):
-            out = self.head(self.trunk(x.t().expand(self.num_members, -1, -1), batch_stats, rows=rows)).permute(2, 0, 1)
+            repeated = x.t().expand(self.num_members, -1, -1)
+            out = self.head(self.trunk(repeated, batch_stats, rows=rows)).permute(2, 0, 1)
         else:
             out = torch.stack([self.head(self.trunk(x, batch_stats, member, rows), member) for member in members], 1)
         # In the parameters' precision also under autocast: what follows is distribution maths.
@@ -343,78 +191,8 @@ class FlashCritic(nn.Module):
 
 
 def _side_by_side(x: Tensor) -> bool:
-    """Whether members are computed together: what saves launches elsewhere overflows the caches of a CPU."""
+    """Whether members are computed together. It saves kernel launches on a GPU, but overflows the caches of a CPU."""
     return x.device.type != "cpu"
-
-
-def project_unit_norms_(module: nn.Module) -> None:
-    """Brings weights and norms of every unit layer in ``module`` back to their spheres, in place.
-
-    Examples:
-        >>> layer = UnitRMSNorm(4)
-        >>> with torch.no_grad():
-        ...     _ = layer.scale.mul_(3.0)
-        >>> project_unit_norms_(layer)
-        >>> layer.scale.tolist()
-        [1.0, 1.0, 1.0, 1.0]
-    """
-    for layer in module.modules():
-        if isinstance(layer, UnitLinear | UnitBatchNorm | UnitRMSNorm):
-            layer.project_()
-
-
-def unit_norm_hook(optimizer: torch.optim.Optimizer, *modules: nn.Module) -> RemovableHandle:
-    """Projects every unit layer in ``modules`` after each step of ``optimizer``, whoever calls it.
-
-    Args:
-        optimizer: the optimizer of their parameters.
-        modules: networks, in TensorDict form or plain.
-
-    Examples:
-        >>> net = FlashCritic(3, hidden_dim=4)
-        >>> handle = unit_norm_hook(torch.optim.SGD(net.parameters(), lr=0.1), net)
-    """
-    layers = [
-        part for m in modules for part in m.modules() if isinstance(part, UnitLinear | UnitBatchNorm | UnitRMSNorm)
-    ]
-
-    def project(*_: Any) -> None:
-        for layer in layers:
-            layer.project_()
-
-    return optimizer.register_step_post_hook(project)
-
-
-@torch.no_grad()
-def average_batch_statistics(*modules: nn.Module) -> None:
-    """Makes the running statistics of every ``UnitBatchNorm`` those of all processes that train together.
-
-    Means are averaged, variances with the spread between the processes' means. In a single process nothing happens;
-    otherwise every process must call it with the same networks.
-
-    Args:
-        modules: networks, in TensorDict form or plain.
-
-    Examples:
-        >>> average_batch_statistics(UnitBatchNorm(3))
-    """
-    norms: Iterable[UnitBatchNorm] = [n for m in modules for n in m.modules() if isinstance(n, UnitBatchNorm)]
-    if not several_processes() or not norms:
-        return
-    means = torch.cat([n.running_mean.flatten() for n in norms])
-    seconds = torch.cat([n.running_var.flatten() for n in norms]) + means.square()
-    both = torch.stack([means, seconds]).double()
-    dist.all_reduce(both)
-    means, seconds = both / dist.get_world_size()
-    variances = seconds - means.square()
-    for norm, mean, var in zip(
-        norms,
-        means.split([n.running_mean.numel() for n in norms]),
-        variances.split([n.running_var.numel() for n in norms]),
-        strict=True,
-    ):
-        norm.running_mean.copy_(mean.view_as(norm.running_mean))
-        norm.running_var.copy_(var.view_as(norm.running_var))
 
 
 def flash_actor(groups: Mapping[str, int], action_spec: TensorSpec, **network: Any) -> ProbabilisticActor:

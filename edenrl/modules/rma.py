@@ -1,4 +1,4 @@
-"""Rapid motor adaptation: an actor that reads privileged information, and compositions of it that do without."""
+"""Rapid motor adaptation: an actor that reads privileged information, and the encoder of its history."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
-from tensordict import NestedKey, TensorDictBase
 from torch import Tensor, nn
-from torchrl.modules import ProbabilisticActor
 
-from edenrl.modules.actor_critic import StateIndependentStd, gaussian_actor
+from edenrl.modules.mlp import StateIndependentStd
 
-__all__ = ["RMA_CHUNKS", "HistoryEncoder", "RMAActor", "RMAComposition", "rma_composition", "rma_policy"]
+__all__ = ["RMA_CHUNKS", "HistoryEncoder", "RMAActor"]
 
 RMA_CHUNKS = ("prop", "scan", "priv_explicit", "priv_latent", "history")
 """What an ``RMAActor`` reads, in the order of a flat observation."""
@@ -25,19 +23,6 @@ _CONVOLUTIONS = {
     50: ((20, 8, 4), (10, 5, 1), (10, 5, 1)),
 }
 _CHANNELS = 30
-
-
-def _mlp(in_features: int, widths: Sequence[int], last: type[nn.Module] | None) -> nn.Sequential:
-    """Linear layers with ELU between them; ``last`` follows the last one."""
-    layers: list[nn.Module] = []
-    for i, width in enumerate(widths):
-        linear = nn.Linear(in_features, width)
-        nn.init.orthogonal_(linear.weight, math.sqrt(2))
-        nn.init.zeros_(linear.bias)
-        activation = nn.ELU if i < len(widths) - 1 else last
-        layers += [linear] if activation is None else [linear, activation()]
-        in_features = width
-    return nn.Sequential(*layers)
 
 
 class HistoryEncoder(nn.Module):
@@ -177,8 +162,7 @@ class RMAActor(nn.Module):
             scan_latent = self.scan_encoder(_given("scan", scan))
         explicit = self.estimator(prop).detach() if estimated else _given("priv_explicit", priv_explicit)
         parts = [prop, explicit, latent] if scan_latent is None else [prop, scan_latent, explicit, latent]
-        loc, std = self.backbone(torch.cat(parts, -1)), self.std()
-        return loc.to(std.dtype), std.expand_as(loc)
+        return self.std.beside(self.backbone(torch.cat(parts, -1)))
 
     def encode(
         self,
@@ -219,175 +203,14 @@ def _check_widths(widths: Mapping[str, int]) -> dict[str, int]:
     return {name: int(widths.get(name, 0)) for name in RMA_CHUNKS}
 
 
-class RMAComposition(nn.Module):
-    """One way of running an ``RMAActor``, and where in a TensorDict its chunks are; all weights are the actor's.
-
-    Made by ``rma_policy``. Its inputs are the entries of ``in_keys``.
-
-    Args:
-        actor: the actor.
-        keys: the key of every chunk, or one key that holds all of them, laid out as ``RMA_CHUNKS``.
-        latent: "privileged", "history", or "switched": one of the two, as ``use_history`` says.
-        estimated: whether the estimator's prediction replaces ``priv_explicit``.
-
-    Raises:
-        ValueError: for a key of a chunk that the actor does not read; in ``forward`` for widths that do not fit.
-
-    Examples:
-        >>> widths = dict(prop=6, priv_explicit=3, priv_latent=5, history=60)
-        >>> RMAComposition(RMAActor(widths, 4), latent="history", estimated=True).in_keys
-        ['prop', 'prop_history']
-        >>> net = RMAComposition(RMAActor(widths, 4), keys="policy")
-        >>> net(torch.zeros(7, 74))[0].shape
-        torch.Size([7, 4])
-    """
-
-    switch: Tensor
-
-    def __init__(
-        self,
-        actor: RMAActor,
-        keys: Mapping[str, NestedKey] | NestedKey | None = None,
-        *,
-        latent: Literal["privileged", "history", "switched"] = "privileged",
-        estimated: bool = False,
-    ) -> None:
-        super().__init__()
-        if latent not in ("privileged", "history", "switched"):
-            raise ValueError(f"latent={latent!r} was given; expected 'privileged', 'history' or 'switched'.")
-        self.actor, self.latent, self.estimated = actor, latent, estimated
-        present = [name for name, width in actor.widths.items() if width]
-        self.flat = keys if isinstance(keys, str | tuple) else None
-        if keys is None or isinstance(keys, Mapping):
-            given: dict[str, NestedKey] = {
-                **{name: name for name in present},
-                "history": "prop_history",
-                **(keys or {}),
-            }
-            if unknown := set(given) - set(present):
-                raise ValueError(f"keys names {sorted(unknown)}; this actor reads {present}.")
-            self.keys = {name: given[name] for name in present}
-        else:
-            self.keys = dict.fromkeys(present, keys)
-        unread = {"privileged": {"history"}, "history": {"priv_latent"}, "switched": set()}[latent]
-        self.reads = [name for name in present if name not in unread | ({"priv_explicit"} if estimated else set())]
-        if latent == "switched":
-            # A buffer: copies of the policy in other processes follow it as they follow the weights.
-            self.register_buffer("switch", torch.tensor(False))
-
-    @property
-    def privileged_groups(self) -> tuple[NestedKey, ...]:
-        """The entries that a critic reads beside this actor: everything but a history that has a key of its own."""
-        keys = [key for name, key in self.keys.items() if name != "history" or self.flat is not None]
-        return tuple(dict.fromkeys(keys))
-
-    @property
-    def source(self) -> dict[str, NestedKey] | NestedKey:
-        """Where the chunks are, as ``keys`` were given: by chunk, or the one key of all."""
-        return self.keys if self.flat is None else self.flat
-
-    @property
-    def in_keys(self) -> list[NestedKey]:
-        """The keys that this composition reads."""
-        return list(dict.fromkeys(self.keys[name] for name in self.reads))
-
-    def use_history(self, on: bool) -> None:
-        """Chooses the latent of a "switched" composition: the history's, or (at first) the privileged one."""
-        self.switch.fill_(on)
-
-    def forward(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Maps the entries of ``in_keys``, ``(*batch, width)``, to mean and standard deviation."""
-        if self.flat is not None:
-            chunks = self._split(inputs[0])
-        else:
-            chunks = dict(zip(self.reads, inputs, strict=True))
-            self._check(chunks)
-        read = {name: chunks[name] for name in self.reads}
-        latent: Literal["privileged", "history"] | Tensor
-        if self.latent == "switched":
-            of_history = self.actor.encode("history", history=read.pop("history"))
-            latent = torch.where(
-                self.switch, of_history, self.actor.encode("privileged", priv_latent=read.pop("priv_latent"))
-            )
-        else:
-            latent = self.latent
-        mean, std = self.actor(**read, latent=latent, estimated=self.estimated)
-        return mean, std
-
-    def chunk(self, tensordict: TensorDictBase, name: str, key: NestedKey | None = None) -> Tensor:
-        """One chunk of a TensorDict, also one that this composition does not read.
-
-        Args:
-            tensordict: the data.
-            name: of ``RMA_CHUNKS``.
-            key: where to find it, unless all chunks lie under one key. Default: as in ``keys``.
-        """
-        if self.flat is not None:
-            return self._split(tensordict.get(self.flat))[name]
-        chunk = tensordict.get(self.keys[name] if key is None else key)
-        self._check({name: chunk})
-        return chunk
-
-    def _split(self, flat: Tensor) -> dict[str, Tensor]:
-        widths = self.actor.widths
-        if flat.shape[-1] != sum(widths.values()):
-            raise ValueError(
-                f"{self.flat!r} is {flat.shape[-1]} wide; expected {sum(widths.values())}, laid out as "
-                f"{self._layout()}."
-            )
-        return dict(zip(widths, flat.split(list(widths.values()), -1), strict=True))
-
-    def _check(self, chunks: Mapping[str, Tensor]) -> None:
-        expected = self.actor.widths
-        wrong = {name: chunk.shape[-1] for name, chunk in chunks.items() if chunk.shape[-1] != expected[name]}
-        if wrong:
-            raise ValueError(f"Chunks of the widths {wrong} were given; expected {self._layout()}.")
-
-    def _layout(self) -> str:
-        return " | ".join(f"{name} {width}" for name, width in self.actor.widths.items())
-
-
-def rma_composition(policy: nn.Module) -> RMAComposition:
-    """The composition inside a policy of ``rma_policy``.
-
-    Raises:
-        ValueError: if there is none.
-    """
-    for part in policy.modules():
-        if isinstance(part, RMAComposition):
-            return part
-    raise ValueError(f"{type(policy).__name__} holds no RMAComposition; build the policy with rma_policy.")
-
-
-def rma_policy(
-    actor: RMAActor,
-    keys: Mapping[str, NestedKey] | NestedKey | None = None,
-    *,
-    latent: Literal["privileged", "history", "switched"] = "privileged",
-    estimated: bool = False,
-) -> ProbabilisticActor:
-    """A policy that runs an ``RMAActor`` in one composition; all compositions share the weights and the state dict.
-
-    Writes ``loc``, ``scale``, ``action`` and ``action_log_prob``, and reads only the chunks that the composition uses.
-    It changes no observation: a rollout keeps the true ``priv_explicit``.
-
-    Args:
-        actor: the actor.
-        keys: where the chunks are: one flat key laid out as ``RMA_CHUNKS``, or the key of every chunk. Default: keys of
-            their names, and "prop_history" for the history.
-        latent: "privileged", "history", or "switched" for one that collects with either (see ``RMAComposition``), which
-            has one entry more in its state dict.
-        estimated: whether the estimator's prediction replaces ``priv_explicit``.
-
-    Examples:
-        >>> from tensordict import TensorDict
-        >>> actor = RMAActor(dict(prop=6, priv_explicit=3, priv_latent=5, history=60), num_actions=4)
-        >>> teacher = rma_policy(actor, estimated=True)
-        >>> deployed = rma_policy(actor, latent="history", estimated=True)
-        >>> td = TensorDict(prop=torch.zeros(2, 6), prop_history=torch.zeros(2, 60), batch_size=[2])
-        >>> deployed(td)["action"].shape
-        torch.Size([2, 4])
-    """
-    network = RMAComposition(actor, keys, latent=latent, estimated=estimated)
-    groups = {key: 0 for key in network.in_keys}  # the network knows the widths
-    return gaussian_actor(groups, actor.num_actions, build=lambda *_: network)
+def _mlp(in_features: int, widths: Sequence[int], last: type[nn.Module] | None) -> nn.Sequential:
+    """Linear layers with ELU between them; ``last`` follows the last one."""
+    layers: list[nn.Module] = []
+    for i, width in enumerate(widths):
+        linear = nn.Linear(in_features, width)
+        nn.init.orthogonal_(linear.weight, math.sqrt(2))
+        nn.init.zeros_(linear.bias)
+        activation = nn.ELU if i < len(widths) - 1 else last
+        layers += [linear] if activation is None else [linear, activation()]
+        in_features = width
+    return nn.Sequential(*layers)

@@ -22,23 +22,72 @@ def _several_processes() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
+def _stepped_groups(
+    groups: Mapping[str, list[nn.Parameter]],
+    optimizers: Iterable[torch.optim.Optimizer],
+    names: Mapping[int, str],
+) -> dict[str, list[nn.Parameter]]:
+    """The parameters of each group that an optimizer steps; groups without any are left out.
+
+    Args:
+        groups: the declared groups.
+        optimizers: all optimizers.
+        names: names of the loss's parameters, by id.
+
+    Raises:
+        ValueError: when an optimizer's parameter is in no group, or in several.
+    """
+    stepped = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    kept = {name: [p for p in parameters if id(p) in stepped] for name, parameters in groups.items()}
+    grouped = [id(p) for parameters in kept.values() for p in parameters]
+    if len(set(grouped)) != len(grouped) or set(grouped) != stepped:
+        stray = [names.get(i, "a parameter that is not the loss's") for i in stepped - set(grouped)]
+        problem = f"undeclared: {', '.join(stray)}" if stray else "the groups overlap"
+        raise ValueError(
+            f"The optimizers' parameters must be in exactly one group of parameter_groups() {list(groups)}; {problem}."
+        )
+    return {name: parameters for name, parameters in kept.items() if parameters}
+
+
+def _norm_limits(
+    max_grad_norm: float | Mapping[str, float | None] | None, declared: list[str], stepped: list[str]
+) -> dict[str, float | None]:
+    """The clip norm of every group that is stepped.
+
+    Raises:
+        ValueError: for a group that the loss does not declare, or a norm that is not a positive number.
+    """
+    limits: dict[str, float | None]
+    if isinstance(max_grad_norm, Mapping):
+        if unknown := set(max_grad_norm) - set(declared):
+            raise ValueError(f"max_grad_norm names {sorted(unknown)}; the loss trains {declared}.")
+        limits = {name: max_grad_norm.get(name) for name in stepped}
+    else:
+        limits = dict.fromkeys(stepped, max_grad_norm)
+    for name, norm in limits.items():
+        if norm is not None and not (isinstance(norm, (int, float)) and 0 < norm < math.inf):
+            raise ValueError(f"max_grad_norm of {name!r} must be a positive number or None, got {norm!r}.")
+    return limits
+
+
 class GradientStep:
     """Turns a loss TensorDict into one optimizer step.
 
     A call sums the ``loss_*`` entries, runs one backward, checks that every gradient is finite, clips each parameter
-    group on its own norm, adapts the learning rate and steps. Metrics come back as tensors: move them to the host once
-    per iteration. The check reads two booleans per call, a KL-adaptive schedule one number more (free on CPU).
+    group by its own norm, adapts the learning rate and steps. Metrics come back as tensors: move them to the host once
+    per iteration. Of the device each call reads two booleans for the check, and one number more for a KL-adaptive
+    schedule.
 
-    A call is ``backward`` and then ``step``. Call them apart to accumulate the gradient of several losses, as rollouts
-    that are differentiated segment by segment need.
+    A call is ``backward`` and then ``step``. Call the two apart to accumulate the gradient of several losses, for
+    example of rollouts that are differentiated segment by segment.
 
-    In processes that train together (``edenrl.distributed``) gradients, loss and KL are averaged over all of them, in
-    one exchange per dtype and call and in a fixed order; a parameter without a gradient in some process counts as zero
-    there. What follows, a dropped update or a changed learning rate, is then the same everywhere.
+    In processes that train together (``edenrl.distributed``) gradients, loss and KL are averaged over all of them. Each
+    call makes one exchange per dtype, in a fixed order. A parameter without a gradient in some process counts as zero
+    there. All processes then drop the same updates and change the learning rate alike.
 
     Args:
-        loss: the LossModule. Its ``parameter_groups()`` names the groups that are clipped apart; a module without it is
-            one group "all".
+        loss: the LossModule. Its ``parameter_groups()`` names the groups, each of which is clipped on its own. A module
+            without that method is one group "all".
         optimizers: an optimizer, or named ones.
         max_grad_norm: clip norm of every group, or per group name; ``None`` does not clip.
         lr_schedule: a schedule of ``make_lr_schedule``. KL-adaptive ones read ``kl_key`` *before* the step, others
@@ -46,8 +95,8 @@ class GradientStep:
         kl_key: entry of the loss TensorDict with the mean KL.
         on_nonfinite: "raise" names the parameter; "skip" drops the update and counts it in ``skipped``.
         max_norm_before_clip: drop the update, and count it in ``skipped_large``, when the gradient norm of a group is
-            above it; ``None`` (default) drops none. Above a useful ``max_grad_norm`` it finds exploded gradients, whose
-            direction means nothing.
+            above this; ``None`` (default) drops none. Set it well above ``max_grad_norm``, to drop gradients that have
+            exploded: their direction means nothing.
         amp_dtype: reduced precision of ``autocast``; float16 also gets a gradient scaler.
 
     Raises:
@@ -55,8 +104,8 @@ class GradientStep:
             positive number, or losses that are not scalars.
         RuntimeError: for ``step`` without a ``backward`` before it.
         KeyError: for a KL-adaptive schedule without ``kl_key`` among the losses.
-        FloatingPointError: for a non-finite gradient when ``on_nonfinite="raise"`` (with a gradient scaler, for twenty
-            in a row: single overflows are how it finds its scale). Parameters are left as they were.
+        FloatingPointError: for a non-finite gradient when ``on_nonfinite="raise"``; parameters are left as they were.
+            With a gradient scaler only for twenty in a row, because it finds its scale by single overflows.
 
     Examples:
         >>> from tensordict import TensorDict
@@ -83,26 +132,10 @@ class GradientStep:
             raise ValueError(f"on_nonfinite must be 'raise' or 'skip', got {on_nonfinite!r}.")
         self.optimizers = {"optimizer": optimizers} if isinstance(optimizers, torch.optim.Optimizer) else {**optimizers}
         declared: Any = getattr(loss, "parameter_groups", lambda: {"all": loss.parameters()})
-        groups: Mapping[str, Iterable[nn.Parameter]] = declared()
-        stepped = {id(p) for opt in self.optimizers.values() for group in opt.param_groups for p in group["params"]}
-        self.groups = {name: kept for name, ps in groups.items() if (kept := [p for p in ps if id(p) in stepped])}
-        names = {id(p): name for name, p in loss.named_parameters()}
-        grouped = [id(p) for ps in self.groups.values() for p in ps]
-        if len(set(grouped)) != len(grouped) or set(grouped) != stepped:
-            stray = [names.get(i, "a parameter that is not the loss's") for i in stepped - set(grouped)]
-            raise ValueError(
-                f"The optimizers' parameters must be in exactly one group of parameter_groups() {list(groups)}; "
-                f"{'undeclared: ' + ', '.join(stray) if stray else 'the groups overlap'}."
-            )
-        if isinstance(max_grad_norm, Mapping):
-            if unknown := set(max_grad_norm) - set(groups):
-                raise ValueError(f"max_grad_norm names {sorted(unknown)}; the loss trains {list(groups)}.")
-            self.max_grad_norm = {name: max_grad_norm.get(name) for name in self.groups}
-        else:
-            self.max_grad_norm = dict.fromkeys(self.groups, max_grad_norm)
-        for name, norm in self.max_grad_norm.items():
-            if norm is not None and not (isinstance(norm, (int, float)) and 0 < norm < math.inf):
-                raise ValueError(f"max_grad_norm of {name!r} must be a positive number or None, got {norm!r}.")
+        groups: dict[str, list[nn.Parameter]] = {name: list(parameters) for name, parameters in declared().items()}
+        self._names = {id(p): name for name, p in loss.named_parameters()}
+        self.groups = _stepped_groups(groups, self.optimizers.values(), self._names)
+        self.max_grad_norm = _norm_limits(max_grad_norm, list(groups), list(self.groups))
         if max_norm_before_clip is not None and not 0 < max_norm_before_clip < math.inf:
             raise ValueError(f"max_norm_before_clip must be a positive number or None, got {max_norm_before_clip!r}.")
         self.lr_schedule, self.kl_key, self.on_nonfinite = lr_schedule, kl_key, on_nonfinite
@@ -115,7 +148,6 @@ class GradientStep:
         self._skipped_in_a_row = 0
         self._restarted: dict[str, Any] | None = None
         self._pending: list[dict[str, Tensor]] = []
-        self._names = names
 
     def autocast(self) -> contextlib.AbstractContextManager:
         """Context for the forward pass: reduced precision when ``amp_dtype`` is set, nothing otherwise."""
@@ -156,11 +188,7 @@ class GradientStep:
         """
         if not self._pending:
             raise RuntimeError("GradientStep.step() has no gradient to apply: call backward(losses) first.")
-        pending, self._pending = self._pending, []
-        terms = {name: torch.stack([entry[name] for entry in pending]).sum() for name in pending[0] if name != "kl"}
-        loss = terms.pop("loss")
-        kl = torch.stack([entry["kl"] for entry in pending]).mean() if "kl" in pending[0] else None
-        adaptive = self.lr_schedule if isinstance(self.lr_schedule, KLAdaptiveLR) else None
+        loss, kl, terms = self._take_pending()
         if _several_processes():
             loss, kl = self._average_processes(loss, loss.new_tensor(0.0) if kl is None else kl)
         if self.scaler.is_enabled():
@@ -170,10 +198,7 @@ class GradientStep:
             name: get_total_norm([p.grad for p in params if p.grad is not None]) for name, params in self.groups.items()
         }
         metrics = {"loss": loss, **{f"grad_norm_{name}": norm for name, norm in norms.items()}}
-        # A loss can be NaN while every gradient is finite (a masked term), so it is part of the check.
-        checked = torch.stack([loss, *norms.values()])
-        large = checked[1:].max() > (self.max_norm_before_clip or math.inf)
-        finite, too_large = torch.stack([checked.isfinite().all(), large]).tolist()
+        finite, too_large = self._judge(loss, norms)
         self.updates += 1
         self.applied = finite and not too_large
         if not finite:
@@ -182,15 +207,7 @@ class GradientStep:
             self.skipped_large += 1
         else:
             self._skipped_in_a_row = 0
-            if adaptive is not None and kl is not None:
-                adaptive.step(kl)
-            for name, params in self.groups.items():
-                if (largest := self.max_grad_norm[name]) is not None:
-                    clip_grads_with_norm_(params, largest, norms[name])
-            for optimizer in self.optimizers.values():
-                self.scaler.step(optimizer)
-            if self.lr_schedule is not None and adaptive is None:
-                self.lr_schedule.step()
+            self._apply(norms, kl)
         self.scaler.update()
         for optimizer in self.optimizers.values():
             optimizer.zero_grad(set_to_none=True)
@@ -198,8 +215,36 @@ class GradientStep:
         metrics["lr"] = torch.full((), float(lr), device=loss.device)
         return metrics
 
+    def _take_pending(self) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
+        """The losses of all ``backward`` calls since the last step, summed, their mean KL, and the sums by entry."""
+        pending, self._pending = self._pending, []
+        terms = {name: torch.stack([entry[name] for entry in pending]).sum() for name in pending[0] if name != "kl"}
+        loss = terms.pop("loss")
+        kl = torch.stack([entry["kl"] for entry in pending]).mean() if "kl" in pending[0] else None
+        return loss, kl, terms
+
+    def _judge(self, loss: Tensor, norms: Mapping[str, Tensor]) -> tuple[bool, bool]:
+        """Whether everything is finite, and whether a norm is too large to apply; one read of the device."""
+        # A loss can be NaN while every gradient is finite (a masked term), so it is part of the check.
+        checked = torch.stack([loss, *norms.values()])
+        large = checked[1:].max() > (self.max_norm_before_clip or math.inf)
+        finite, too_large = torch.stack([checked.isfinite().all(), large]).tolist()
+        return finite, too_large
+
+    def _apply(self, norms: Mapping[str, Tensor], kl: Tensor | None) -> None:
+        """Clips each group and steps the optimizers, with a KL-adaptive schedule before and any other one after."""
+        if isinstance(self.lr_schedule, KLAdaptiveLR) and kl is not None:
+            self.lr_schedule.step(kl)
+        for name, params in self.groups.items():
+            if (largest := self.max_grad_norm[name]) is not None:
+                clip_grads_with_norm_(params, largest, norms[name])
+        for optimizer in self.optimizers.values():
+            self.scaler.step(optimizer)
+        if self.lr_schedule is not None and not isinstance(self.lr_schedule, KLAdaptiveLR):
+            self.lr_schedule.step()
+
     def _average_processes(self, loss: Tensor, kl: Tensor) -> tuple[Tensor, Tensor]:
-        """Averages all gradients, the loss and the KL over the processes, each dtype as one flat tensor."""
+        """Averages all gradients, the loss and the KL over the processes, with one exchange per dtype."""
         parameters = [p for params in self.groups.values() for p in params]
         absent = [i for i, p in enumerate(parameters) if p.grad is None]
         has_gradient = loss.new_tensor([p.grad is not None for p in parameters])
@@ -216,8 +261,8 @@ class GradientStep:
             flat /= dist.get_world_size()
             for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
                 tensor.copy_(part.view_as(tensor))
-        # What no process has a gradient for is left alone by the optimizer. It is absent here as well, so that the host
-        # is read only where something is.
+        # The optimizer must leave a parameter alone that has no gradient in any process. Such a one has none here
+        # either, so the shares are read from the device only when something is absent here.
         if absent:
             shares = has_gradient.tolist()
             for i in absent:
@@ -226,6 +271,7 @@ class GradientStep:
         return loss, kl
 
     def _drop_update(self, terms: Mapping[Any, Tensor]) -> None:
+        """Counts an update that is not finite, and raises unless such updates are to be skipped."""
         self.skipped += 1
         self._skipped_in_a_row += 1
         searching = self.scaler.is_enabled() and self._skipped_in_a_row < 20
@@ -261,7 +307,7 @@ class GradientStep:
             kwargs: the schedule's options.
         """
         optimizer = next(iter(self.optimizers.values()))
-        # A schedule may have ended at zero: the rates it began with hold the ratio.
+        # The rates that the schedule began with give the ratio: the current ones may have ended at zero.
         began = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
         for group, rate in zip(optimizer.param_groups, began, strict=True):
             group["lr"] = group["initial_lr"] = lr * (rate / began[0] if began[0] > 0 else 1.0)

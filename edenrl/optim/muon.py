@@ -12,11 +12,28 @@ from torchrl.objectives import LossModule
 
 __all__ = ["MuonAdamW"]
 
-_PARALLEL = (nn.ModuleDict, LossModule)  # their children are not a chain: each has first and last layers of its own
+# Children of these run side by side, not one after the other: each has a first and a last layer of its own.
+_PARALLEL = (nn.ModuleDict, LossModule)
+
+
+def _named(networks: nn.Module | Iterable[nn.Module]) -> dict[str, nn.Module]:
+    """The networks by the prefix of their parameters' names: nothing for a single one, otherwise the index."""
+    named: dict[str, nn.Module]
+    if isinstance(networks, nn.Module) and not isinstance(networks, nn.ModuleList):
+        named = {"": networks}
+    else:
+        named = {str(i): network for i, network in enumerate(networks)}
+    for network in named.values():
+        if not isinstance(network, nn.Module) or any(isinstance(m, TensorDictParams) for m in network.modules()):
+            raise TypeError(
+                f"MuonAdamW tells hidden weights from others by their modules, which {type(network).__name__} does "
+                "not show. Pass the networks, as MuonAdamW([actor, critic])."
+            )
+    return named
 
 
 def _matrices(module: nn.Module) -> list[Tensor]:
-    """The trainable weight matrices of a linear or recurrent layer; of any other module none."""
+    """The trainable weight matrices of a linear or recurrent layer. Empty for any other module."""
     own = module.parameters(recurse=False) if isinstance(module, (nn.Linear, nn.RNNBase)) else iter(())
     return [p for p in own if p.ndim == 2 and p.requires_grad]
 
@@ -31,7 +48,7 @@ def _end_layers(module: nn.Module, end: int) -> Iterator[nn.Module]:
 
 
 def _partition(networks: Mapping[str, nn.Module]) -> dict[str, dict[str, nn.Parameter]]:
-    """Trainable parameters by name, in two disjoint parts that together are all of them."""
+    """All trainable parameters by name, split into the parts "muon" and "adamw"."""
     parameters: dict[int, tuple[str, nn.Parameter]] = {}
     hidden: set[int] = set()
     kept: set[int] = set()
@@ -53,14 +70,15 @@ class MuonAdamW(torch.optim.Optimizer):
     """``torch.optim.Muon`` on hidden weight matrices and ``torch.optim.AdamW`` on every other parameter.
 
     Hidden are the 2-D weights of linear and recurrent layers that are neither the first nor the last of their network.
-    The first and last layers, biases, scalers, standard deviations, embeddings, convolutions and every parameter that a
-    module holds directly go to AdamW. ``partition`` shows who has what.
+    Everything else goes to AdamW: first and last layers, biases, scalers, standard deviations, embeddings, convolutions
+    and parameters that a module holds directly. ``partition`` lists the parameters of both.
 
-    There are two ``param_groups``, "muon" and "adamw", so schedules act on both; one ``step`` and one ``state_dict``.
+    There are two ``param_groups``, "muon" and "adamw", and schedules act on both. ``step`` and ``state_dict`` are those
+    of one optimizer.
 
     Args:
-        networks: the networks, each with a first and a last layer of its own: one, several, or a loss that holds them.
-            Layers count in the order they were registered; the entries of an ``nn.ModuleDict`` stand side by side.
+        networks: one network, several, or a loss that holds them. Each has a first and a last layer of its own, in the
+            order in which layers were registered. Each entry of an ``nn.ModuleDict`` counts as a network.
         lr: learning rate of both.
         weight_decay: decoupled weight decay of AdamW.
         muon_weight_decay: decoupled weight decay of Muon.
@@ -97,18 +115,7 @@ class MuonAdamW(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
     ) -> None:
-        named: dict[str, nn.Module]
-        if isinstance(networks, nn.Module) and not isinstance(networks, nn.ModuleList):
-            named = {"": networks}
-        else:
-            named = {str(i): network for i, network in enumerate(networks)}
-        for network in named.values():
-            if not isinstance(network, nn.Module) or any(isinstance(m, TensorDictParams) for m in network.modules()):
-                raise TypeError(
-                    f"MuonAdamW tells hidden weights from others by their modules, which {type(network).__name__} does "
-                    "not show. Pass the networks, as MuonAdamW([actor, critic])."
-                )
-        parts = _partition(named)
+        parts = _partition(_named(networks))
         groups: list[dict[str, Any]] = [
             {"params": list(part.values()), "param_names": list(part), "method": method}
             for method, part in parts.items()
@@ -117,7 +124,7 @@ class MuonAdamW(torch.optim.Optimizer):
         if not every:
             raise ValueError("MuonAdamW was given networks without a trainable parameter.")
         fused = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in every)
-        # Each part fills its own group with the options of its class; the groups are then shared, not copied.
+        # Each optimizer fills its group with its own options. The groups are then shared with this one, not copied.
         muon = torch.optim.Muon(
             groups[:1], lr, weight_decay=muon_weight_decay, momentum=momentum, adjust_lr_fn=adjust_lr_fn
         )
@@ -126,7 +133,7 @@ class MuonAdamW(torch.optim.Optimizer):
         self._link()
 
     def _link(self) -> None:
-        """Builds the two optimizers on the current groups and state, which stay the only copy."""
+        """Builds the two optimizers on this one's groups and state, of which they keep no copies."""
         muon, adamw = self.param_groups
         self._parts = (torch.optim.Muon([muon]), torch.optim.AdamW([adamw]))
         for part in self._parts:

@@ -48,7 +48,7 @@ def make_optimizer(name: str, params: Iterable[Any] | nn.Module, lr: float, **kw
     if isinstance(params, nn.Module):
         params = params.parameters()
     if name != "rmsprop" and not {"fused", "foreach"} & kwargs.keys():
-        # Groups and generators are written out: they are read here and once more by torch.
+        # Generators become lists, because they are read here and again by torch.
         params = [{**p, "params": list(p["params"])} if isinstance(p, dict) else p for p in params]
         flat = [p for item in params for p in (item["params"] if isinstance(item, dict) else [item])]
         tensors = [p[-1] if isinstance(p, tuple) else p for p in flat]
@@ -62,8 +62,9 @@ class KLAdaptiveLR(torchrl_objectives.KLAdaptiveLR):
     A non-finite KL leaves the rate as it is and is counted; ``max_nonfinite`` of them in a row raise.
 
     Args:
-        optimizer: its parameter groups are rescaled in place; they are the only owner of the rate.
-        target_kl: desired KL per update. Above twice of it the rate is divided by ``factor``, below half multiplied.
+        optimizer: the rates of its parameter groups are changed in place and kept nowhere else.
+        target_kl: desired KL per update. Above twice this value the rate is divided by ``factor``, below half of it
+            multiplied.
         max_nonfinite: consecutive non-finite values that are tolerated.
         kwargs: ``factor`` (1.5), ``min_lr`` (1e-5), ``max_lr`` (1e-2).
 
@@ -129,6 +130,7 @@ def _warmup_cosine(step: int, total: int, final: float, warmup: int, initial: fl
 
 
 def _factor(name: str, total: int, **kw: Any) -> Callable[[int], float]:
+    """The factor on the rate as a function of the number of updates done."""
     final = kw.pop("final_fraction", 0.0)
     for option, good, wanted in (
         ("final_fraction", 0 <= final <= 1, "in [0, 1]"),
@@ -167,11 +169,15 @@ def make_lr_schedule(
     """Builds a learning-rate schedule that advances once per optimizer update.
 
     Args:
-        name: "adaptive" (options of ``KLAdaptiveLR``), "constant", "linear" and "cosine" (to ``final_fraction`` of
-            the rate, default 0, over the whole budget), "step" (times ``gamma`` 0.1 each ``every`` updates, default a
-            third of the budget), "exponential" (times ``gamma`` each update, default down to 1 % over the budget) or
-            "warmup_cosine" (linear over ``warmup`` updates, default 5 %, from ``initial_fraction`` of the rate where
-            it is given and from one step otherwise, then cosine).
+        name: the schedule, with its options:
+
+            - "adaptive": options of ``KLAdaptiveLR``;
+            - "constant";
+            - "linear" and "cosine": down to ``final_fraction`` (0) of the rate over the whole budget;
+            - "step": times ``gamma`` (0.1) every ``every`` updates (a third of the budget);
+            - "exponential": times ``gamma`` each update (default: down to 1 % over the budget);
+            - "warmup_cosine": linear for ``warmup`` updates (5 % of the budget), then as "cosine". It starts at
+              ``initial_fraction`` of the rate, by default at ``1 / warmup`` of it.
         optimizer: every parameter group is scheduled.
         total_updates: the training budget in updates.
         kwargs: the options above.

@@ -18,7 +18,7 @@ from torchrl.data import LazyTensorStorage, OneHot, TensorDictReplayBuffer
 from torchrl.modules import QValueActor
 from torchrl.objectives import DQNLoss
 
-from edenrl.collectors import NStepReplayBuffer, replay
+from edenrl.collectors import NStepReplayBuffer, replay, storage_space
 from edenrl.training.checkpoint import Checkpoints
 
 GOLDEN = {k: torch.from_numpy(v) for k, v in np.load(Path(__file__).parents[1] / "golden/flashsac_data.npz").items()}
@@ -386,7 +386,7 @@ def test_buffers_in_one_directory_do_not_write_into_each_other(tmp_path):
 
 
 def test_too_large_is_refused_with_bytes(monkeypatch):
-    monkeypatch.setattr(replay, "_free_bytes", lambda *_: 1_000_000)
+    monkeypatch.setattr(replay, "free_bytes", lambda *_: 1_000_000)
     # 2 observations, action and reward of 4 bytes, two flags.
     with pytest.raises(ValueError, match=r"needs 1,800,000,000 bytes \(18 per step\), free are 1,000,000 .* 55,555"):
         NStepReplayBuffer(100_000_000, n_steps=3).extend(stream(2, 2))
@@ -399,18 +399,18 @@ def test_limits_of_containers_and_processes_count(tmp_path, monkeypatch):
     for folder, limit in (("job", "1000"), ("job/step", "max")):
         for name, text in (("max", limit), ("current", "700"), ("stat", "anon 500\ninactive_file 150")):
             (root / folder / f"memory.{name}").write_text(f"{text}\n")
-    assert replay._group_free_bytes(proc, root) == [450]
-    assert replay._group_free_bytes(tmp_path / "none", root) == []
-    monkeypatch.setattr(replay, "_group_free_bytes", lambda: [1000, 4000])
-    assert replay._free_bytes(torch.device("cpu"), None) in (None, 1000)
-    monkeypatch.setattr(replay, "several_processes", lambda: True)
+    assert storage_space._group_free_bytes(proc, root) == [450]
+    assert storage_space._group_free_bytes(tmp_path / "none", root) == []
+    monkeypatch.setattr(storage_space, "_group_free_bytes", lambda: [1000, 4000])
+    assert storage_space.free_bytes(torch.device("cpu"), None) in (None, 1000)
+    monkeypatch.setattr(storage_space, "several_processes", lambda: True)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert replay._free_bytes(torch.device("cpu"), None) in (None, 250)
+    assert storage_space.free_bytes(torch.device("cpu"), None) in (None, 250)
 
 
 def test_free_memory_is_found(tmp_path):
     for place in ((torch.device("cpu"), None), (torch.device("cpu"), tmp_path / "later")):
-        assert replay._free_bytes(*place) is None or replay._free_bytes(*place) > 0
+        assert storage_space.free_bytes(*place) is None or storage_space.free_bytes(*place) > 0
 
 
 @pytest.mark.parametrize(

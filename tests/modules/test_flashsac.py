@@ -172,7 +172,7 @@ def test_reduced_precision_leaves_the_outputs_in_single():
 
 def test_processes_agree_on_statistics(monkeypatch):
     """Means 0 and 2 with variances 1 and 3: those of both halves together, by hand."""
-    module, norm = sys.modules[FlashCritic.__module__], UnitBatchNorm(2)
+    module, norm = sys.modules[UnitBatchNorm.__module__], UnitBatchNorm(2)
     average_batch_statistics(norm)  # alone: nothing happens
     assert norm.running_mean.tolist() == [0, 0] and norm.running_var.tolist() == [1, 1]
 
