@@ -112,7 +112,8 @@ def him(symmetric: bool = True) -> Parts:
 
 def him_estimator() -> Parts:
     actor, _, data = him_parts()
-    return [actor.module[0].module.estimator], {}, data
+    estimator: Any = actor.module
+    return [estimator[0].module.estimator], {}, data
 
 
 WIDTHS = dict(prop=6, scan=11, priv_explicit=3, priv_latent=5, history=60)
@@ -227,7 +228,8 @@ PPO_FIELDS = {"action": "action", "sample_log_prob": "action_log_prob", "loc": "
 PPO_FIELDS |= {"advantage": "advantage"}
 PPO_WRONG: list[dict[str, Any]] = [{"entropy_coeff": -0.1}, {"action_bound_coeff": -1.0}, {"clip_epsilon": 1.5}]
 CRITIC_WRONG: list[dict[str, Any]] = [*PPO_WRONG, {"critic_coeff": -1.0}, {"clip_value": 0.0}]
-BOUND = {"action_bound_coeff": ({}, "built without an action bound; build it with action_bound_coeff > 0")}
+BOUND: dict[str, tuple[dict[str, Any], str]] = {}
+BOUND |= {"action_bound_coeff": ({}, "built without an action bound; build it with action_bound_coeff > 0")}
 
 CASES = {
     "PPO": Case(
@@ -446,7 +448,11 @@ def losses(out: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: value for name, value in out.items() if name.startswith("loss")}
 
 
-def assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], **tolerance: float) -> None:
+def total(out: Mapping[str, Tensor]) -> Tensor:
+    return torch.stack(list(losses(out).values())).sum()
+
+
+def assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], **tolerance: Any) -> None:
     assert set(found) == set(expected)
     for name, value in expected.items():
         torch.testing.assert_close(
@@ -498,7 +504,9 @@ def test_the_check_for_losses_of_users_passes(name: str, networks: dict[str, Any
 def test_the_check_passes_in_evaluation_mode() -> None:
     for name in ("AMP", "FlashSAC"):  # whose networks act differently there
         loss, batch = make(name)
-        check_loss_module(loss.eval(), batch)
+        check_loss_module(
+            loss.eval(), batch, reaches={key: groups for key, groups in CASES[name].gives.items() if groups}
+        )
 
 
 @every
@@ -513,6 +521,25 @@ def test_inputs_and_outputs_are_those_declared(name: str) -> None:
     assert all(torch.equal(batch[key], before[key]) for key in before.keys(True, True))
     # Nothing beside what is declared is read.
     assert_same(run(make(name)[0], batch.select(*loss.in_keys)), out)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "added", "dropped"),
+    [
+        ("PPO", {"action_bound_coeff": 0.5}, {"loss_action_bound"}, set()),
+        ("PPO", {"critic_coeff": 0.0}, set(), set(CRITIC_GIVES)),
+        ("PPO", {"clip_value": False}, set(), {"value_clip_fraction"}),
+        ("CMDP", {"clip_value": False}, set(), {"value_clip_fraction"}),
+        ("GRPO", {"kl_coeff": 0.0}, set(), {"loss_kl", "kl_reference"}),
+        ("HIM", {"mirrors": None}, set(), {"loss_actor_symmetry", "loss_critic_symmetry", "equivariance_error"}),
+        ("FlashSAC", {"bc_coeff": 0.5}, {"loss_bc"}, set()),
+        ("APG", {"entropy_coeff": 0.0}, set(), {"loss_entropy"}),
+    ],
+)
+def test_settings_add_and_drop_outputs(name: str, options: dict[str, Any], added: set[str], dropped: set[str]) -> None:
+    loss, batch = make(name, **options)
+    assert dropped <= set(CASES[name].gives) and not added & set(CASES[name].gives)
+    assert set(run(loss, batch)) == set(loss.out_keys) == (set(CASES[name].gives) | added) - dropped
 
 
 @every
@@ -555,7 +582,8 @@ def test_keys_can_be_renamed(name: str, key: str, nested: bool) -> None:
     loss, batch = make(name)
     assert getattr(loss.tensor_keys, key) == old
     loss.set_keys(**{key: new})
-    place, target = old, new
+    place: NestedKey = old
+    target = new
     if ("next", old) in CASES[name].reads:
         place, target = ("next", old), unravel_key(("next", new))
     read = set(map(unravel_key, loss.in_keys))
@@ -637,7 +665,7 @@ def test_a_copy_is_equal_and_independent(name: str) -> None:
     assert set(loss.parameter_groups()) == set(twin.parameter_groups())
     assert {id(p) for p in loss.parameters()}.isdisjoint({id(p) for p in twin.parameters()})
     out = run(loss, batch)
-    sum(losses(out).values()).backward()
+    total(out).backward()
     with torch.no_grad():
         for parameter in loss.parameters():
             parameter.add_(1.0)
@@ -749,13 +777,12 @@ def test_with_and_without_a_functional_copy_it_is_the_same(name: str) -> None:
         assert loss.functional is functional
         out = run(loss, batch)
         groups = loss.parameter_groups()
-        total = sum(losses(out).values())
-        gradients = {key: torch.autograd.grad(total, group, retain_graph=True) for key, group in groups.items()}
+        gradients = {key: torch.autograd.grad(total(out), group, retain_graph=True) for key, group in groups.items()}
         # The order of the parameters in a group is no promise.
         order = {key: sorted(found, key=lambda g: (*g.shape, float(g.norm()))) for key, found in gradients.items()}
         results.append((out, order))
     (one, its), (other, others) = results
     assert_same(one, other)
     assert set(its) == set(others)
-    for key, gradients in its.items():
-        torch.testing.assert_close(gradients, others[key], msg=lambda text, key=key: f"{key}: {text}")
+    for key, found in its.items():
+        torch.testing.assert_close(found, others[key])
