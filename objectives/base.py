@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
-from tensordict import NestedKey
+from tensordict import NestedKey, TensorDict, TensorDictBase, unravel_key
 from torch import nn
 
 __all__ = ["LossMixin", "require", "require_not_negative"]
@@ -177,6 +177,22 @@ class LossMixin:
                 "change it later."
             )
         super().__setattr__(name, value)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Computes the losses; an entry that the batch lacks is named."""
+        try:
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        except (AttributeError, TypeError) as error:
+            # TensorDict.get gives None for an absent entry, and what comes after fails without naming it.
+            batch = args[0] if args and isinstance(args[0], TensorDictBase) else TensorDict()
+            held = set(batch.keys(include_nested=True))
+            absent = [key for key in self.in_keys if unravel_key(key) not in held]
+            if not args or not absent:
+                raise
+            raise KeyError(
+                f"{type(self).__name__} reads {absent}, which the batch lacks; it has {sorted(map(str, held))}. Keep "
+                "these entries in the data, or name them with set_keys."
+            ) from error
 
     @property
     def in_keys(self) -> list[NestedKey]:

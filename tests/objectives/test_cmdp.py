@@ -13,8 +13,7 @@ from torchrl.objectives.value.functional import generalized_advantage_estimate
 
 from edenrl.envs import ConflictPointMass, PointMass
 from edenrl.modules import TaskConstraint, gaussian_actor, value_critic
-from edenrl.objectives import GAE, CMDPLoss, PPOLoss, TwoChannelGAE, check_reward_groups, make_loss
-from edenrl.testing import check_loss_module
+from edenrl.objectives import GAE, CMDPLoss, PPOLoss, TwoChannelGAE, check_reward_groups
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "cmdp.npz"
 CLOSE = dict(rtol=1e-5, atol=1e-5)
@@ -114,12 +113,6 @@ def batch_of(actor, critic, rows=32, dtype=torch.float32):
     return data.update(noise)
 
 
-def test_the_contract_of_a_loss():
-    loss, actor, critic = build(entropy_coeff=0.01, action_bound_coeff=0.1)
-    reaches = {"loss_objective": ["policy"], "loss_critic": ["critic"], "loss_action_bound": ["policy"]}
-    check_loss_module(loss, batch_of(actor, critic, 6), reaches=reaches)
-
-
 @pytest.mark.parametrize("functional", [True, False])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_equal_channels_are_ppo_exactly(functional, reduction):
@@ -185,10 +178,8 @@ def test_metrics_of_the_constraint_are_returned_and_its_state_is_the_losses():
     assert float(other.constraint.task_return) == 7.0
 
 
-def test_by_name_and_with_options():
+def test_normalizing_the_mixture_is_refused():
     actor, critic = gaussian_actor({"observation": 3}, 2), value_critic({"observation": 3}, num_values=2)
-    loss = make_loss("cmdp", actor, critic, TaskConstraint(), clip_value=False)
-    assert isinstance(loss, CMDPLoss) and "value_clip_fraction" not in loss.out_keys
     with pytest.raises(ValueError, match="undo the mixture.*average_gae=True"):
         CMDPLoss(actor, critic, TaskConstraint(), normalize_advantage=True)
 

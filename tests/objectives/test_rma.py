@@ -11,8 +11,7 @@ from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from edenrl.envs import HiddenPointMass
 from edenrl.modules import RMA_CHUNKS, RMAActor, gaussian_actor, rma_composition, rma_policy, value_critic
-from edenrl.objectives import LinearRamp, PPOLoss, RMADaggerLoss, RMALoss, make_loss
-from edenrl.testing import check_loss_module
+from edenrl.objectives import LinearRamp, PPOLoss, RMADaggerLoss, RMALoss
 
 WIDTHS = dict(prop=6, scan=11, priv_explicit=3, priv_latent=5, history=60)
 SMALL = dict(hidden=(12, 8), scan_hidden=(8, 4), priv_hidden=(6, 3), estimator_hidden=(8,))
@@ -167,21 +166,6 @@ def test_every_parameter_belongs_to_its_group_and_only_its_losses_reach_it(funct
     }
 
 
-@pytest.mark.parametrize("functional", [True, False])
-@pytest.mark.parametrize("flat", [True, False])
-def test_loss_contract(functional, flat):
-    _, _, loss, acting = make(functional, flat, **COUNTING)
-    check_loss_module(loss, rollout(acting, flat=flat), reaches=REACHES)
-
-
-@pytest.mark.parametrize("flat", [True, False])
-@pytest.mark.parametrize("options", [{}, dict(latent="history", estimated=True), dict(latent="switched")])
-def test_dagger_contract(flat, options):
-    actor = make()[0]
-    loss = RMADaggerLoss(rma_policy(actor, "policy" if flat else None, **options))
-    check_loss_module(loss, batch(flat=flat), reaches={"loss_dagger": ["history_encoder"]})
-
-
 # What acts, and what is learned from ----------------------------------------------------------------------------------
 
 
@@ -283,12 +267,5 @@ def test_another_policy_is_refused():
     for loss in (RMALoss, RMADaggerLoss):
         with pytest.raises(ValueError, match="build the policy with rma_policy"):
             loss(gaussian_actor({"prop": 6}, 4))
-    with pytest.raises(ValueError, match="reduction"):
-        RMADaggerLoss(rma_policy(RMAActor(WIDTHS, 4, **SMALL)), reduction="max")
     with pytest.raises(ValueError, match="length=0"):
         LinearRamp(length=0)
-
-
-def test_losses_by_name():
-    policy = rma_policy(RMAActor(WIDTHS, 4, **SMALL))
-    assert type(make_loss("rma", policy)) is RMALoss and type(make_loss("rmadagger", policy)) is RMADaggerLoss
