@@ -10,15 +10,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torchrl.checkpoint import Checkpoint, CheckpointRotation
 
 from edenrl.config import load_config
 from edenrl.envs import register_env
 from edenrl.modules import Discriminator, gaussian_actor, value_critic
-from edenrl.training import load_weights, read_metrics, run_script
+from edenrl.training import load_weights
 
 sys.path.insert(0, str(Path(__file__).parent))
 from amp_case import Windowed, load_script  # noqa: E402
+from trainer_cases import TRAINERS, rows  # noqa: E402
+from trainer_cases import read_component as component  # noqa: E402
 
 CASE = Path(__file__).with_name("amp_case.py")
 PPO = [
@@ -62,11 +63,6 @@ def train(run_dir, iterations, *flags, motion=None, resume=False):
     train_amp.main([f"{place}={run_dir}", f"--total_frames={iterations * FRAMES}", "--quiet", *flags])
 
 
-def rows(run_dir):
-    table = read_metrics(Path(run_dir) / "metrics.csv")
-    return [{k: v for k, v in row.items() if k != "seconds" and not k.startswith("eval/")} for row in table]
-
-
 def networks(run_dir, discriminator=True):
     """The last weights and statistics of a run."""
     nets = {
@@ -76,29 +72,6 @@ def networks(run_dir, discriminator=True):
     nets |= {"discriminator": Discriminator(2, 2, (8,))} if discriminator else {}
     load_weights(nets, run_dir, "latest")
     return {f"{name}.{key}": value for name, net in nets.items() for key, value in net.state_dict().items()}
-
-
-def component(run_dir, name):
-    """The state of a component of the newest checkpoint."""
-
-    class Reader:
-        def state_dict(self):
-            return {}
-
-        def load_state_dict(self, state):
-            self.state = state
-
-    reader = Reader()
-    Checkpoint(**{name: reader}).load(CheckpointRotation(Path(run_dir) / "checkpoints", keep_last=1).latest())
-    return reader.state
-
-
-def fails(capsys, *argv, main=None):
-    with pytest.raises(SystemExit):
-        run_script(lambda: (main or train_amp.main)(list(argv)))
-    message = capsys.readouterr().err
-    assert len(message.splitlines()) <= 24 and "Traceback" not in message
-    return message
 
 
 @pytest.mark.parametrize("flags", [["--env.kwargs.gate=closed"], ["--algorithm.style_scale=0"]])
@@ -137,7 +110,7 @@ def test_other_clips_are_refused_on_resume(tmp_path, clips, capsys):
     train(tmp_path / "run", 2, motion=clips)
     np.savez(tmp_path / "other.npz", motion_0=np.random.randn(40, 2), fps=60.0, num_motions=1)
     argv = [f"--resume={tmp_path / 'run'}", f"--algorithm.motion={tmp_path / 'other.npz'}", "--total_frames=1000"]
-    assert "does not hold the clips that this run was trained on" in fails(capsys, *argv)
+    assert "does not hold the clips that this run was trained on" in TRAINERS["AMP"].refused(capsys, *argv)
 
 
 def test_a_run_without_a_file_leaves_its_trot_and_metrics(tmp_path):
@@ -197,7 +170,9 @@ BAD = {
 def test_bad_clips_are_refused_before_the_environment_is_built(tmp_path, capsys, kind):
     entries, expected = BAD[kind]
     bad(tmp_path / "clips.npz", **entries)
-    message = fails(capsys, *TINY, f"--run_dir={tmp_path / 'run'}", f"--algorithm.motion={tmp_path / 'clips.npz'}")
+    message = TRAINERS["AMP"].refused(
+        capsys, *TINY, f"--run_dir={tmp_path / 'run'}", f"--algorithm.motion={tmp_path / 'clips.npz'}"
+    )
     assert "clips.npz: " in message and expected in message
     assert Windowed.built == 0 and not (tmp_path / "run").exists()
 
@@ -213,7 +188,7 @@ def test_bad_clips_are_refused_before_the_environment_is_built(tmp_path, capsys,
 def test_clips_that_do_not_fit_leave_no_run(tmp_path, capsys, entries, flags, expected):
     bad(tmp_path / "clips.npz", **entries)
     where = [f"--run_dir={tmp_path / 'run'}", f"--algorithm.motion={tmp_path / 'clips.npz'}"]
-    assert expected in fails(capsys, *TINY, *where, *flags)
+    assert expected in TRAINERS["AMP"].refused(capsys, *TINY, *where, *flags)
     assert not (tmp_path / "run").exists()
 
 
@@ -228,13 +203,13 @@ def test_clips_that_do_not_fit_leave_no_run(tmp_path, capsys, entries, flags, ex
     ],
 )
 def test_mistakes_name_the_fix_before_the_environment_is_built(tmp_path, capsys, flags, expected):
-    assert expected in fails(capsys, *TINY, f"--run_dir={tmp_path / 'run'}", *flags)
+    assert expected in TRAINERS["AMP"].refused(capsys, *TINY, f"--run_dir={tmp_path / 'run'}", *flags)
     assert Windowed.built == 0 and not (tmp_path / "run").exists()
 
 
 def test_a_ppo_run_is_refused_and_accepted_as_a_warm_start(tmp_path, clips, capsys):
     train_ppo.main([f"--run_dir={tmp_path / 'ppo'}", f"--total_frames={4 * FRAMES}", "--quiet", *PPO])
-    message = fails(capsys, f"--resume={tmp_path / 'ppo'}", f"--algorithm.motion={clips}")
+    message = TRAINERS["AMP"].refused(capsys, f"--resume={tmp_path / 'ppo'}", f"--algorithm.motion={clips}")
     assert "a plain PPO run holds no discriminator" in message and "--algorithm.warm_start RUN_DIR" in message
     still = ["--algorithm.lr=1e-12", "--algorithm.lr_schedule=constant", "--algorithm.normalize_observations=false"]
     train_ppo.main([f"--run_dir={tmp_path / 'raw'}", f"--total_frames={4 * FRAMES}", "--quiet", *PPO, still[-1]])

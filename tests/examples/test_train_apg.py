@@ -1,65 +1,19 @@
 """The APG script as its user meets it: runs, resumes, evaluation and saving, trouble, mistakes; and that it learns."""
 
-import importlib.util
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-from torchrl.checkpoint import Checkpoint, CheckpointRotation, GlobalRNGState
+from trainer_cases import EXAMPLES, TRAINERS, load_script, rows
 
-from edenrl.config import load_config, parse_cli, presets
+from edenrl.config import load_config
 from edenrl.envs import PointMass, RolloutPlan, register_env
 from edenrl.training import build_env, load_policy_weights, read_metrics, run_script
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-TINY = [
-    "--env.num_envs=8",
-    "--algorithm.mode=segment",
-    "--algorithm.segment_length=4",
-    "--algorithm.actor_hidden=8",
-    "--evaluation.num_episodes=4",
-    "--checkpoint.interval_iterations=1000",
-    "--num_threads=1",
-]
-
-
-def load_script(name):
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-train_apg = load_script("train_apg")
-
-
-def train(run_dir, updates, *flags, resume=False):
-    place = "--resume" if resume else "--run_dir"
-    start = [] if resume else TINY
-    train_apg.main([f"{place}={run_dir}", f"--algorithm.updates={updates}", *start, *flags])
-
-
-def rows(run_dir):
-    """Metrics without wall time and without evaluations, whose updates depend on the length of the run."""
-    table = read_metrics(Path(run_dir) / "metrics.csv")
-    return [{k: v for k, v in row.items() if k != "seconds" and not k.startswith("eval/")} for row in table]
-
-
-def final_state(run_dir):
-    """Policy weights and random state of the newest checkpoint."""
-    cfg = load_config(train_apg.Train, Path(run_dir) / "config.json")
-    policy = train_apg.make_policy(cfg, build_env(cfg, num_envs=1))
-    load_policy_weights(policy, run_dir, "latest")
-    rng = GlobalRNGState()
-    before = rng.state_dict()
-    Checkpoint(rng=rng).load(CheckpointRotation(Path(run_dir) / "checkpoints", keep_last=1).latest())
-    state = {**policy.state_dict(), "rng": torch.get_rng_state()}
-    rng.load_state_dict(before)
-    return state
-
+APG = TRAINERS["APG"]
+train, final_state, train_apg, TINY = APG.train, APG.state, APG.module, APG.flags
 
 MODES = {
     "segments": ["--algorithm.update_horizon=12", "--algorithm.action_adjoint_max_norm=1"],
@@ -78,15 +32,6 @@ def test_resumed_run_is_the_uninterrupted_run(tmp_path, mode):
     assert all(torch.equal(whole[name], parts[name]) for name in whole | parts)
     frames = {"segments": 96, "complete": 64, "cart-pole": 32}[mode]
     assert [row["frames"] for row in rows(tmp_path / "whole")] == [frames * (i + 1) for i in range(14)]
-
-
-def test_schedule_is_restored_or_restarted(tmp_path):
-    flags = ("--algorithm.lr_schedule=linear", "--algorithm.lr=1e-3", "--algorithm.final_lr_fraction=0")
-    train(tmp_path / "run", 6, *flags)
-    assert rows(tmp_path / "run")[-1]["lr"] < 2e-4
-    train(tmp_path / "run", 12, "--resume_schedule=restart", resume=True)
-    rates = [row["lr"] for row in rows(tmp_path / "run")]
-    assert rates[6] > 0.8e-3 and rates[11] < 2e-4
 
 
 def test_evaluates_saves_and_keeps_the_best(tmp_path):
@@ -223,9 +168,3 @@ def test_evaluation_starts_where_it_is_told(tmp_path):
 def test_cart_pole_swings_up_and_holds(tmp_path):
     result = learn(tmp_path / "run", "--env.name", "CartPoleSwingUp", "--seed", "1")
     assert result["episodes"] == 20 and result["upright_time"] > 5
-
-
-@pytest.mark.parametrize("env", list(presets.APG))
-def test_total_frames_is_heard_with_a_preset(env):
-    cfg = parse_cli(train_apg.Train, ["--env.name", env, "--total_frames", "64"], presets=presets.APG)
-    assert (cfg.total_frames, cfg.algorithm.updates) == (64, None)

@@ -1,65 +1,27 @@
 """The script of constrained PPO: resumption, its constraint, evaluation, export and refusals."""
 
-import importlib.util
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from torchrl.checkpoint import Checkpoint, CheckpointRotation
+from torchrl.checkpoint import Checkpoint
+from trainer_cases import TRAINERS, load_script, newest, rows
 
 from edenrl.config import CMDPConfig, load_config, parse_cli, presets
 from edenrl.modules import TaskConstraint
-from edenrl.training import build_env, load_policy_weights, read_metrics, run_script
+from edenrl.training import run_script
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-TINY = [
-    "--env.num_envs=8",
-    "--env.kwargs.max_steps=12",
-    "--algorithm.steps_per_env=8",
-    "--algorithm.actor_hidden=8",
-    "--algorithm.critic_hidden=8",
-    "--algorithm.epochs=2",
-    "--algorithm.num_minibatches=2",
-    "--algorithm.warmup_iters=4",
-    "--algorithm.vg_window=20",
-    "--evaluation.num_episodes=4",
-    "--checkpoint.interval_iterations=1000",
-    "--num_threads=1",
-]
+CMDP = TRAINERS["CMDP"]
+train, train_cmdp = CMDP.train, CMDP.module
+TINY = [flag for flag in CMDP.flags if "warmup" not in flag] + ["--algorithm.warmup_iters=4"]
 PLAIN = [flag for flag in TINY if not flag.startswith("--env.kwargs")]
-FRAMES = 64
-
-
-def load_script(name):
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-train_cmdp = load_script("train_cmdp")
-
-
-def train(run_dir, iterations, *flags, resume=False):
-    place = "--resume" if resume else "--run_dir"
-    train_cmdp.main([f"{place}={run_dir}", f"--total_frames={iterations * FRAMES}", *([] if resume else TINY), *flags])
-
-
-def rows(run_dir):
-    table = read_metrics(Path(run_dir) / "metrics.csv")
-    return [{k: v for k, v in row.items() if k != "seconds" and not k.startswith("eval/")} for row in table]
 
 
 def final_state(run_dir):
     """Weights and constraint of the newest checkpoint."""
-    cfg = load_config(train_cmdp.Train, Path(run_dir) / "config.json")
-    policy = train_cmdp.make_policy(cfg, build_env(cfg, num_envs=1))
-    load_policy_weights(policy, run_dir, "latest")
+    cfg, policy = load_config(train_cmdp.Train, run_dir / "config.json"), CMDP.policy(run_dir)
     constraint = TaskConstraint(**cfg.algorithm.constraint_options())
-    path = CheckpointRotation(Path(run_dir) / "checkpoints", keep_last=1).latest()
-    Checkpoint(constraint=constraint).load(path)
+    Checkpoint(constraint=constraint).load(newest(run_dir))
     return {**policy.state_dict(), **{f"constraint.{k}": v for k, v in constraint.state_dict().items()}}
 
 
@@ -77,7 +39,14 @@ def test_resumed_run_is_the_uninterrupted_run(tmp_path, cut):
 
 
 def test_the_columns_tell_the_constraint(tmp_path):
-    train(tmp_path / "run", 9, "--algorithm.alpha=0.5", "--algorithm.lambda_lr=0.3", "--env.reward_scale=0.1")
+    train(
+        tmp_path / "run",
+        9,
+        "--algorithm.warmup_iters=4",
+        "--algorithm.alpha=0.5",
+        "--algorithm.lambda_lr=0.3",
+        "--env.reward_scale=0.1",
+    )
     table = rows(tmp_path / "run")
     assert [row["task_weight"] for row in table[:4]] == [1.0] * 4 and table[4]["task_weight"] == 0.5
     # A row holds what its update used; episodes end in the second, third, fifth, sixth and eighth iteration.
@@ -94,10 +63,9 @@ def test_the_columns_tell_the_constraint(tmp_path):
     assert groups == pytest.approx(table[2]["episode/return"], rel=1e-4)
 
 
-def test_other_scripts_read_the_run_and_its_newest_policy_is_the_one(tmp_path, capsys, monkeypatch):
+def test_other_scripts_read_the_run_and_its_newest_policy_is_the_one(tmp_path, capsys):
     train(tmp_path / "run", 6, "--quiet", "--export", "--evaluation.interval_iterations=2")
     assert (tmp_path / "run" / "policy" / "policy_spec.json").exists()
-    monkeypatch.setitem(sys.modules, "train_cmdp", train_cmdp)
     load_script("evaluate").main([str(tmp_path / "run"), "--json"])
     result = json.loads(capsys.readouterr().out)
     assert result["checkpoint"].endswith("6") and result["episodes"] == 4

@@ -33,6 +33,7 @@ sys.path.insert(0, str(EXAMPLES))  # the script finds the teacher's script besid
 import distill_rma  # noqa: E402
 import evaluate  # noqa: E402
 import train_rma  # noqa: E402
+from trainer_cases import rows  # noqa: E402
 
 TEACHER = [
     "--env.name=DepthTask",
@@ -78,12 +79,6 @@ def distil(teacher, run_dir, iterations, *flags):
 
 def resume(run_dir, iterations, *flags):
     distill_rma.main([f"--resume={run_dir}", f"--total_frames={iterations * FRAMES}", *flags])
-
-
-def rows(run_dir):
-    """Metrics without wall time and without evaluations, whose iterations depend on the length of the run."""
-    table = read_metrics(Path(run_dir) / "metrics.csv")
-    return [{k: v for k, v in row.items() if k != "seconds" and not k.startswith("eval/")} for row in table]
 
 
 def rebuilt(run_dir):

@@ -1,51 +1,26 @@
 """The FlashSAC script: resumption with its buffer, refusals before anything is built, evaluation and export."""
 
-import importlib.util
 import json
 import logging
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from torchrl.data import Bounded
+from trainer_cases import EXAMPLES, TRAINERS, hide_newest, load_script, rows
 
-from edenrl.config import load_config, parse_cli
+from edenrl.config import parse_cli
 from edenrl.config.presets import FLASHSAC_PROFILES
 from edenrl.envs import PointMass, register_env
 from edenrl.modules import UnitBatchNorm, UnitLinear
 from edenrl.objectives import FlashSACLoss
-from edenrl.training import build_env, load_policy_weights, read_metrics, run_script
+from edenrl.training import read_metrics, run_script
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-TINY = [
-    "--env.num_envs=4",
-    "--algorithm.steps_per_env=5",
-    "--algorithm.min_buffer=40",
-    "--algorithm.buffer_size=160",
-    "--algorithm.batch_size=8",
-    "--algorithm.updates_per_step=1",
-    "--algorithm.actor_dim=4",
-    "--algorithm.critic_dim=4",
-    "--algorithm.num_bins=11",
-    "--evaluation.num_episodes=2",
-    "--checkpoint.interval_iterations=1000",
-    "--num_threads=1",
-    "--profile=cpu",
-]
-FRAMES = 20
-
-
-def load_script(name):
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-train_flashsac = load_script("train_flashsac")
+FLASHSAC = TRAINERS["FlashSAC"]
+train_flashsac, policy_of, FRAMES = FLASHSAC.module, FLASHSAC.policy, FLASHSAC.frames
+TINY = [flag.replace("min_buffer=20", "min_buffer=40") for flag in FLASHSAC.flags]
 
 
 def train(run_dir, iterations, *flags, resume=False):
@@ -54,26 +29,13 @@ def train(run_dir, iterations, *flags, resume=False):
     train_flashsac.main([f"{place}={run_dir}", length, "--quiet", *([] if resume else TINY), *flags])
 
 
-def rows(run_dir):
-    table = read_metrics(Path(run_dir) / "metrics.csv")
-    return [{k: v for k, v in row.items() if k != "seconds" and not k.startswith("eval/")} for row in table]
-
-
-def policy_of(run_dir, script=train_flashsac):
-    cfg = load_config(script.Train, Path(run_dir) / "config.json")
-    policy = script.make_policy(cfg, build_env(cfg, num_envs=1))
-    load_policy_weights(policy, run_dir, "latest")
-    return policy
-
-
 @pytest.mark.parametrize("env", ["PointMass", "Pendulum-v1"])
 def test_resumed_run_is_the_uninterrupted_run(tmp_path, env):
     flags = (f"--env.name={env}", "--algorithm.buffer_dtype=bfloat16")
     train(tmp_path / "whole", 20, *flags)
     train(tmp_path / "parts", 20, "--checkpoint.interval_iterations=9", *flags)
     # Back to the checkpoint after eighteen iterations, as if the process had died in the last two.
-    newest = max((tmp_path / "parts" / "checkpoints").iterdir(), key=lambda path: path.name)
-    newest.rename(newest.with_name(f".{newest.name}.stage-1"))
+    hide_newest(tmp_path / "parts")
     train(tmp_path / "parts", 20, resume=True)
     assert len(rows(tmp_path / "whole")) == 20 and rows(tmp_path / "whole") == rows(tmp_path / "parts")
     whole, parts = policy_of(tmp_path / "whole"), policy_of(tmp_path / "parts")
@@ -274,7 +236,7 @@ def test_evaluation_and_export_find_the_script_of_the_run(tmp_path, capsys, monk
     monkeypatch.setitem(sys.modules, "train_flashsac", train_flashsac)
     capsys.readouterr()
     load_script("evaluate").main([str(tmp_path / "run"), "--json", "--checkpoint", "latest"])
-    assert json.loads(capsys.readouterr().out)["episodes"] == 2
+    assert json.loads(capsys.readouterr().out)["episodes"] == 4
     spec = json.loads((tmp_path / "run" / "policy" / "policy_spec.json").read_text())
     assert spec["actions"]["low"] == [-2.0] and spec["actions"]["high"] == [2.0]
 
@@ -295,8 +257,7 @@ def test_two_processes_share_statistics_and_resume(tmp_path):
 
     torchrun(f"--run_dir={tmp_path / 'whole'}")
     torchrun(f"--run_dir={tmp_path / 'parts'}", "--checkpoint.interval_iterations=6")
-    newest = max((tmp_path / "parts" / "checkpoints").iterdir(), key=lambda path: path.name)
-    newest.rename(newest.with_name(f".{newest.name}.stage-1"))
+    hide_newest(tmp_path / "parts")
     torchrun(f"--resume={tmp_path / 'parts'}")
     assert len(rows(tmp_path / "whole")) == 10 and rows(tmp_path / "whole") == rows(tmp_path / "parts")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -13,40 +12,22 @@ import pytest
 import torch
 from tensordict import TensorDict
 from torchrl.data import Unbounded
+from trainer_cases import PPO, TRAINERS, load_script, rows
 
-from edenrl.config import load_config
 from edenrl.envs import PointMass, register_env
 from edenrl.export import PolicySpec, load_policy
 from edenrl.modules import SignedPermutation
-from edenrl.training import build_env, load_policy_weights, read_metrics, run_script
+from edenrl.training import run_script
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+HIM = TRAINERS["HIM"]
+train_him, policy_of, FRAMES = HIM.module, HIM.policy, HIM.frames
 TINY = [
-    "--env.num_envs=8",
-    "--algorithm.steps_per_env=8",
-    "--algorithm.actor_hidden=8",
-    "--algorithm.critic_hidden=8",
+    *PPO,
     "--algorithm.encoder_hidden=8",
     "--algorithm.target_hidden=8",
     "--algorithm.latent_dim=4",
     "--algorithm.num_prototypes=6",
-    "--algorithm.epochs=2",
-    "--algorithm.num_minibatches=2",
-    "--evaluation.num_episodes=4",
-    "--checkpoint.interval_iterations=1000",
-    "--num_threads=1",
 ]
-FRAMES = 64
-
-
-def load_script(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-train_him = load_script("train_him")
 # Left and right of a point mass: its y coordinates change their sign (any signs will do for a script).
 SIGNS = [1.0, -1.0] * 7
 
@@ -93,18 +74,6 @@ def train(run_dir: Path, iterations: int, *flags: str, resume: bool = False) -> 
     place = "--resume" if resume else "--run_dir"
     begin = [] if resume else [*TINY, "--env.name=Stacked"]
     train_him.main([f"{place}={run_dir}", f"--total_frames={iterations * FRAMES}", *begin, *flags])
-
-
-def rows(run_dir: Path) -> list[dict[str, Any]]:
-    table = read_metrics(Path(run_dir) / "metrics.csv")
-    return [{k: v for k, v in row.items() if k != "seconds" and not k.startswith("eval/")} for row in table]
-
-
-def policy_of(run_dir: Path) -> Any:
-    cfg = load_config(train_him.Train, Path(run_dir) / "config.json")
-    policy = train_him.make_policy(cfg, build_env(cfg, num_envs=1))
-    load_policy_weights(policy, run_dir, "latest")
-    return policy
 
 
 @pytest.mark.parametrize("schedule", ["adaptive", "linear"])

@@ -1,6 +1,5 @@
 """The RMA script: resumption at every phase, what is evaluated and exported, and mistakes."""
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -9,15 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from trainer_cases import EXAMPLES, TRAINERS, load_script, rows
 
 from edenrl.collectors import make_collector
 from edenrl.config import RMAConfig, load_config
 from edenrl.envs import HiddenPointMass, register_env
 from edenrl.export import PolicySpec
 from edenrl.modules import SignedPermutation, rma_composition, rma_policy
-from edenrl.training import build_env, collector_options, evaluate_run, load_policy_weights, read_metrics, run_script
+from edenrl.training import build_env, collector_options, evaluate_run, load_policy_weights, run_script
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 TINY = [
     "--env.num_envs=8",
     "--algorithm.steps_per_env=8",
@@ -38,26 +37,12 @@ TINY = [
     "--num_threads=1",
 ]
 FRAMES = 64
-
-
-def load_script(name):
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-train_rma = load_script("train_rma")
+train_rma = TRAINERS["RMA"].module
 
 
 def train(run_dir, iterations, *flags, resume=False):
     place = "--resume" if resume else "--run_dir"
     train_rma.main([f"{place}={run_dir}", f"--total_frames={iterations * FRAMES}", *([] if resume else TINY), *flags])
-
-
-def rows(run_dir):
-    table = read_metrics(Path(run_dir) / "metrics.csv")
-    return [{k: v for k, v in row.items() if k != "seconds" and not k.startswith("eval/")} for row in table]
 
 
 def policy_of(run_dir, checkpoint="latest"):

@@ -1,41 +1,18 @@
 """The SimBa script: resumption, group widths on the command line, refusals and evaluation."""
 
-import importlib.util
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from trainer_cases import TRAINERS, hide_newest, rows
 
-from edenrl.config import load_config, parse_cli
+from edenrl.config import parse_cli
 from edenrl.envs import PointMass, register_env
 from edenrl.modules import HyperDense
-from edenrl.training import build_env, load_policy_weights, read_metrics, run_script
+from edenrl.training import run_script
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-TINY = [
-    "--env.num_envs=8",
-    "--algorithm.steps_per_env=8",
-    "--algorithm.actor_dim=8",
-    "--algorithm.critic_dim=8",
-    "--algorithm.epochs=2",
-    "--algorithm.num_minibatches=2",
-    "--evaluation.num_episodes=4",
-    "--checkpoint.interval_iterations=1000",
-    "--num_threads=1",
-]
-FRAMES = 64
-
-
-def load_script(name):
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-train_simba = load_script("train_simba")
+SIMBA = TRAINERS["SimBa"]
+train, policy_of, train_simba, TINY = SIMBA.train, SIMBA.policy, SIMBA.module, SIMBA.flags
 
 
 class TwoGroups(PointMass):
@@ -62,23 +39,6 @@ def two_groups():
     register_env("TwoGroups", lambda n, **kw: TwoGroups(n, **kw), override=True)
 
 
-def train(run_dir, iterations, *flags, resume=False):
-    place = "--resume" if resume else "--run_dir"
-    train_simba.main([f"{place}={run_dir}", f"--total_frames={iterations * FRAMES}", *([] if resume else TINY), *flags])
-
-
-def rows(run_dir):
-    table = read_metrics(Path(run_dir) / "metrics.csv")
-    return [{k: v for k, v in row.items() if k != "seconds" and not k.startswith("eval/")} for row in table]
-
-
-def policy_of(run_dir):
-    cfg = load_config(train_simba.Train, Path(run_dir) / "config.json")
-    policy = train_simba.make_policy(cfg, build_env(cfg, num_envs=1))
-    load_policy_weights(policy, run_dir, "latest")
-    return policy
-
-
 @pytest.mark.parametrize("optimizer", ["adam", "adamw", "muon"])
 @pytest.mark.parametrize("schedule", ["adaptive", "linear"])
 def test_resumed_run_is_the_uninterrupted_run_and_stays_on_the_sphere(tmp_path, optimizer, schedule):
@@ -86,8 +46,7 @@ def test_resumed_run_is_the_uninterrupted_run_and_stays_on_the_sphere(tmp_path, 
     train(tmp_path / "whole", 12, *flags)
     train(tmp_path / "parts", 12, "--checkpoint.interval_iterations=5", *flags)
     # Back to the checkpoint after ten iterations, as if the process had died in the last two.
-    newest = max((tmp_path / "parts" / "checkpoints").iterdir(), key=lambda path: path.name)
-    newest.rename(newest.with_name(f".{newest.name}.stage-1"))
+    hide_newest(tmp_path / "parts")
     train(tmp_path / "parts", 12, resume=True)
     assert len(rows(tmp_path / "whole")) == 12 and rows(tmp_path / "whole") == rows(tmp_path / "parts")
     whole, parts = policy_of(tmp_path / "whole"), policy_of(tmp_path / "parts")
@@ -138,10 +97,3 @@ def test_critic_and_actor_may_read_different_groups(tmp_path):
     flags = ["--algorithm.actor_groups=policy", "--algorithm.group_hidden.scan=8"]
     train(tmp_path / "run", 1, "--env.name=TwoGroups", *flags)
     assert list(policy_of(tmp_path / "run").module[0].module.encoder.encoders) == ["policy"]
-
-
-def test_evaluation_finds_the_script_of_the_run(tmp_path, capsys, monkeypatch):
-    train(tmp_path / "run", 2, "--quiet")
-    monkeypatch.setitem(sys.modules, "train_simba", train_simba)
-    load_script("evaluate").main([str(tmp_path / "run"), "--json", "--checkpoint", "latest"])
-    assert json.loads(capsys.readouterr().out)["episodes"] == 4
