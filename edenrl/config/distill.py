@@ -14,7 +14,7 @@ from edenrl.config.run import Folder
 
 
 def distillation_preset(teacher: Any, folder: Path) -> dict[str, Any]:
-    """Settings that a distillation takes from its teacher's run: the networks, and the environment with depth added.
+    """What a distillation takes from its teacher's run: the environment, which also publishes depth, and the networks.
 
     Args:
         teacher: the configuration of the teacher's run.
