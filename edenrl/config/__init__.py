@@ -1,7 +1,7 @@
 """Run configuration: typed, validated, saved as JSON, and read from the command line.
 
-Every value is checked where it enters, and a mistake is answered with the dotted name of the field, the value that was
-given and what to change. This package does not import torch.
+Every value is checked when it is given. The error names the field by its dotted name, the value that was given and what
+to change. This package does not import torch.
 """
 
 from edenrl.config import presets

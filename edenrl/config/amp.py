@@ -33,36 +33,36 @@ class AMPConfig(PPOConfig):
     """PPO with an adversarial motion prior, Peng et al. 2021, arXiv:2104.02180."""
 
     name: Annotated[Literal["AMP"], BeforeValidator(_not_plain)] = "AMP"  # type: ignore[assignment]
-    """The algorithm; names the trainer script that rebuilds a run from its config.json."""
-    # Named, not "every group": the windows are the discriminator's, and no policy should need them on a robot.
+    """Name of the algorithm. It selects the trainer script that rebuilds a run from its config.json."""
+    # Named, not "every group": only the discriminator reads the windows. A policy should not need them on a robot.
     actor_groups: Annotated[NamedGroups, AfterValidator(_no_windows)] = ("observation",)
-    """Observation groups the actor reads, in this order."""
+    """Observation groups that the actor reads, in this order."""
     critic_groups: NamedGroups = ("observation",)
-    """Observation groups the critic reads, in this order."""
+    """Observation groups that the critic reads, in this order."""
     motion: Name | None = None
-    """Motion file (.npz); None: a trot, on the quadruped only."""
+    """Motion file (.npz). None: a built-in trot, for the quadruped only."""
     resample: bool = False
-    """Interpolate clips whose fps is not the control rate; false: refuse them."""
+    """Interpolate clips whose fps differs from the control rate. false: refuse them."""
     num_frames: Annotated[Count, Field(ge=2)] = 5
-    """Frames of a window."""
+    """Frames per window."""
     style_coeff: NonNegative = 5.0
     """Largest style reward."""
     style_scale: NonNegative = 0.02
-    """Factor on the style reward where it is added to the reward; 0 trains the discriminator alone."""
+    """Factor on the style reward when it is added to the reward. 0: nothing is added."""
     grad_penalty_coeff: NonNegative = 5.0
-    """Weight of the discriminator's gradient penalty at expert windows."""
+    """Weight of the discriminator's gradient penalty, computed at expert windows."""
     discriminator_hidden: Annotated[tuple[Count, ...], Field(min_length=1)] = (256, 256)
-    """Widths of the discriminator's hidden layers, as 256,256."""
+    """Widths of the discriminator's hidden layers, such as 256,256."""
     trunk_weight_decay: NonNegative = 1e-3
     """Weight decay of the discriminator's hidden layers."""
     head_weight_decay: NonNegative = 1e-1
-    """Weight decay of the discriminator's output."""
+    """Weight decay of the discriminator's output layer."""
     discriminator_interval: Count = 1
-    """PPO mini-batch steps per step of the discriminator; more slow it down when it tells everything apart."""
+    """PPO mini-batch steps per discriminator step. Raise it if the discriminator becomes too accurate."""
     window_buffer_size: Count = 100_000
-    """Windows of the policy that are kept for the discriminator."""
+    """Number of the policy's windows kept to train the discriminator."""
     warm_start: Folder | None = None
-    """Run directory, such as one of plain PPO, whose policy and critic a new run starts from."""
+    """Run directory (plain PPO, for example) that gives the initial policy and critic. None: new networks."""
 
     def discriminator_options(self) -> dict[str, Any]:
         """Options of ``edenrl.modules.Discriminator``."""

@@ -18,49 +18,49 @@ class APGConfig(Config):
     one_process: ClassVar[bool] = True  # no workers: the script steps the environments itself
 
     name: Literal["APG"] = "APG"
-    """The algorithm; names the trainer script that rebuilds a run from its config.json."""
+    """Name of the algorithm. It selects the trainer script that rebuilds a run from its config.json."""
     mode: Literal["segment", "complete"] = "segment"
-    """segment: episodes go on from one segment to the next; complete: every rollout starts from a reset."""
+    """segment: episodes continue from one segment to the next. complete: every rollout starts from a reset."""
     segment_length: Count = 16
-    """Steps per segment, the longest path a gradient takes back in time; in complete mode, steps per rollout."""
+    """Steps per segment, and the longest time a gradient reaches back. In complete mode: steps per rollout."""
     update_horizon: Count | None = None
-    """Steps per update in segment mode, a multiple of segment_length; None: one segment."""
+    """Steps per update in segment mode, a multiple of segment_length. None: one segment."""
     rollouts_per_update: Count = 1
-    """Independent rollouts averaged into one update in complete mode."""
+    """Independent rollouts that are averaged into one update, in complete mode."""
     updates: Count | None = None
-    """Budget in updates, instead of total_frames; environments that schedule their rollouts need it."""
+    """Updates of the run. None: as total_frames says. Environments that schedule their rollouts need it."""
     gamma: Annotated[Positive, Field(le=1)] = 0.99
     """Discount per step, in (0, 1]."""
     entropy_coeff: NonNegative = 0.0
-    """Weight of the entropy bonus, which is discounted and summed like the rewards."""
+    """Weight of the entropy bonus. The bonus is discounted and summed like the rewards."""
     lr: Positive = 2.5e-4
     """Learning rate at the start."""
     lr_schedule: Literal["constant", "linear", "cosine", "step", "exponential", "warmup_cosine"] = "constant"
-    """How the learning rate changes over the run."""
+    """Schedule of the learning rate over the run."""
     final_lr_fraction: Fraction = 0.0
-    """Where linear and cosine schedules end, as a fraction of lr."""
+    """Learning rate at the end of linear and cosine schedules, as a fraction of lr."""
     max_grad_norm: Positive = 0.5
     """Largest gradient norm."""
     max_grad_norm_before_clip: NonNegative = 0.0
-    """Skip updates whose gradient norm is above this, and count them; 0 turns it off."""
+    """Skip and count updates whose gradient norm is above this. 0 turns it off."""
     action_adjoint_max_norm: NonNegative = 0.0
-    """Largest norm of each environment's gradient at each action; 0 turns the bound off."""
+    """Largest gradient norm at each action, per environment and step. 0 turns the bound off."""
     skip_nonfinite: bool = True
-    """Skip updates with a NaN or infinite loss or gradient, and count them; false stops the run instead."""
+    """Skip and count updates with a NaN or infinite loss or gradient. false: stop the run instead."""
     actor_hidden: tuple[Count, ...] = (256, 128, 64)
-    """Widths of the actor's hidden layers, as 256,128,64."""
+    """Widths of the actor's hidden layers, such as 256,128,64."""
     activation: Literal["elu", "relu", "tanh", "silu"] = "elu"
     """Activation between hidden layers."""
     init_std: Positive = 1.0
     """Standard deviation of the action noise at the start."""
     deterministic: bool = False
-    """Collect with the mean action instead of samples."""
+    """Collect with the mean action instead of sampled actions."""
     normalize_observations: bool = True
-    """Normalize observations by their running mean and variance, frozen during each update."""
+    """Normalize observations by their running mean and variance, which are frozen during each update."""
     optimizer: Literal["adam", "adamw", "sgd", "rmsprop"] = "adam"
     """Optimizer."""
     actor_groups: Groups = None
-    """Observation groups the actor reads, in this order; None: every group the environment publishes."""
+    """Observation groups that the actor reads, in this order. None: all groups of the environment."""
 
     @property
     def steps_per_env(self) -> int:
@@ -69,12 +69,12 @@ class APGConfig(Config):
 
     @property
     def updates_per_iteration(self) -> int:
-        """One update: an iteration is an update."""
+        """1: every iteration is one update."""
         return 1
 
     @property
     def on_nonfinite(self) -> Literal["raise", "skip"]:
-        """What a NaN or infinite gradient does, as ``GradientStep`` calls it."""
+        """Reaction to a NaN or infinite gradient, by the name that ``GradientStep`` uses."""
         return "skip" if self.skip_nonfinite else "raise"
 
     def loss_options(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The base of every configuration class, the types of its fields, and how mistakes are worded."""
+"""The base of every configuration class, the types of its fields, and the wording of errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def refuse(message: str) -> PydanticCustomError:
 
 
 def _number(value: Any) -> Any:
-    """Read text such as ``"1e6"`` as a number, for whole numbers too; anything else is left for pydantic to judge."""
+    """Read text such as ``"1e6"`` as a number, also for integer fields. Anything else is left to pydantic."""
     if isinstance(value, bool):
         raise refuse("expected a number, not a boolean")
     if isinstance(value, str):
@@ -39,7 +39,7 @@ def _number(value: Any) -> Any:
 
 
 def _json_values(value: dict[str, Any]) -> dict[str, Any]:
-    """Copy `value` through JSON, so that what runs is exactly what ``config.json`` stores."""
+    """Copy `value` through JSON, so that the run uses exactly what ``config.json`` stores."""
     try:
         copied: dict[str, Any] = json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError) as error:
@@ -61,7 +61,7 @@ JsonDict = Annotated[dict[str, Any], AfterValidator(_json_values)]
 
 
 def closest(word: str, candidates: Iterable[str]) -> list[tuple[float, str]]:
-    """Candidates with their similarity to `word` in [0, 1], closest first; the part after the last dot counts too."""
+    """Candidates with their similarity to `word` in [0, 1], closest first. Also compares the last dotted part."""
 
     def similarity(candidate: str) -> float:
         names = (candidate, candidate.rpartition(".")[2])
@@ -72,14 +72,14 @@ def closest(word: str, candidates: Iterable[str]) -> list[tuple[float, str]]:
 
 
 class Config(BaseModel):
-    """Base of every configuration class: no unknown field, checked on assignment, JSON round trip.
+    """Base of every configuration class. It refuses unknown fields, checks assignments and converts to and from JSON.
 
-    A subclass lists its fields with a docstring under each; the docstring is the description that ``--help`` shows.
-    A check that spans several fields runs when the object that owns it is built or one of its own fields is assigned.
+    A subclass lists its fields with a docstring under each. ``--help`` shows this docstring as the description.
+    A check of several fields runs when the object is built, and when one of the object's own fields is assigned.
 
     Raises:
-        pydantic.ValidationError: (a ``ValueError``) for a value out of range, named by its dotted path, or for an
-            unknown field, with the valid fields of that class, closest spelling first.
+        pydantic.ValidationError: (a ``ValueError``) for a value out of range; the message names its dotted path. Also
+            for an unknown field; the message lists the valid fields of that class, closest spelling first.
 
     Examples:
         >>> from edenrl.config import PPOConfig
@@ -102,7 +102,7 @@ class Config(BaseModel):
     )
 
     def pick(self, *names: str) -> dict[str, Any]:
-        """The named fields as keyword arguments, for a class that calls them the same.
+        """The named fields as keyword arguments, for a class whose arguments have the same names.
 
         Examples:
             >>> from edenrl.config import PPOConfig

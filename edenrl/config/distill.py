@@ -53,42 +53,42 @@ def distillation_preset(teacher: Any) -> dict[str, Any]:
 class DepthDistillationConfig(Config):
     """Distillation of an RMA teacher into a student with a depth camera.
 
-    Defaults follow Cheng et al. 2023, "Extreme Parkour with Legged Robots", arXiv:2309.14341: 24 images per iteration,
-    one Adam step on all of them.
+    Defaults follow Cheng et al. 2023, "Extreme Parkour with Legged Robots", arXiv:2309.14341. Each iteration has 24
+    images and one Adam step on all of them.
     """
 
     one_process: ClassVar[bool] = True  # no workers: the script steps the environments itself
 
     name: Literal["distill_rma"] = "distill_rma"
-    """The script that rebuilds a run from its config.json."""
+    """Name of the script that rebuilds a run from its config.json."""
     teacher_run: Folder | None = None
-    """Run directory of the teacher; read when a distillation starts, not when it is resumed."""
+    """Run directory of the teacher. Read when a distillation starts, not when it is resumed."""
     teacher_checkpoint: Name = "best"
     """Checkpoint of the teacher: best, latest, or a checkpoint's name or path."""
     teacher: JsonDict = Field(default_factory=dict)
-    """The teacher's algorithm settings, as in its config.json; taken from there."""
+    """Algorithm settings of the teacher. The script reads them from the teacher's config.json."""
     depth_hidden: Count = 512
     """Width of the depth encoder's GRU."""
     steps_per_env: Count = 120
-    """Steps each environment takes per iteration, a multiple of update_interval."""
+    """Steps each environment takes per iteration. Must be a multiple of update_interval."""
     update_interval: Count = 5
-    """Control steps between depth images, as the environment declares it."""
+    """Control steps from one depth image to the next. Must equal the environment's depth_interval."""
     num_pretrain_iters: Seed = 0
-    """Iterations at the start in which the teacher's actions drive the robot."""
+    """Number of first iterations in which the teacher's actions drive the robot."""
     lr: Positive = 1e-3
     """Learning rate at the start."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate changes over the run."""
+    """Schedule of the learning rate over the run."""
     final_lr_fraction: Fraction = 0.0
-    """Where linear and cosine schedules end, as a fraction of lr."""
+    """Learning rate at the end of linear and cosine schedules, as a fraction of lr."""
     max_grad_norm: Positive = 1.0
-    """Largest gradient norm of the student's actor; the encoder's gradient is not clipped."""
+    """Largest gradient norm of the student's actor. The encoder's gradient is not clipped."""
     on_nonfinite: Literal["raise", "skip"] = "raise"
-    """What a NaN or infinite gradient does: stop and name the parameter, or skip the step and count it."""
+    """At a NaN or infinite gradient: raise stops and names the parameter, skip skips the step and counts it."""
 
     @property
     def optimizer(self) -> str:
-        """Adam."""
+        """Always adam."""
         return "adam"
 
     def optimizer_options(self) -> dict[str, float]:
@@ -97,7 +97,7 @@ class DepthDistillationConfig(Config):
 
     @property
     def updates_per_iteration(self) -> int:
-        """One update, back through the whole rollout."""
+        """1: one update, back through the whole rollout."""
         return 1
 
     def schedule_options(self) -> dict[str, float]:

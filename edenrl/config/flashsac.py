@@ -18,46 +18,46 @@ __all__ = ["FlashSACConfig", "FlashSACRunConfig"]
 class FlashSACConfig(Config):
     """FlashSAC hyper-parameters.
 
-    Defaults follow the paper, arXiv:2604.04539, and its release: many environments on a GPU. The profile
+    Defaults follow the paper, arXiv:2604.04539, and its release. They are for many environments on a GPU. The profile
     "cpu" has smaller sizes.
     """
 
     name: Literal["flashsac"] = "flashsac"
-    """The algorithm; names the trainer script that rebuilds a run from its config.json."""
+    """Name of the algorithm. It selects the trainer script that rebuilds a run from its config.json."""
     gamma: Annotated[Positive, Field(le=1)] = 0.99
     """Discount per step, in (0, 1]."""
     tau: Annotated[Positive, Field(le=1)] = 0.01
-    """Share of the critic that its target takes over after each update."""
+    """Polyak coefficient: share of the critic that is mixed into its target after each update, in (0, 1]."""
     batch_size: Annotated[Count, Field(ge=2)] = 2048
     """Transitions per update."""
     updates_per_step: Count = 2
     """Updates after each step of all environments."""
     actor_delay: Count = 2
-    """Updates of the critic per update of actor and temperature."""
+    """Critic updates per update of actor and temperature."""
     n_steps: Count = 3
-    """Steps whose rewards are summed before the critic takes over."""
+    """Steps of the n-step return, after which it bootstraps from the critic."""
     min_buffer: Count = 100_000
-    """Transitions collected with uniform random actions before the first update; at most a tenth of the run."""
+    """Transitions collected with uniform random actions before the first update. At most a tenth of the run."""
     buffer_size: Count = 10_000_000
-    """Transitions the replay buffer holds."""
+    """Capacity of the replay buffer, in transitions."""
     buffer_dtype: Literal["float32", "float16", "bfloat16"] = "float32"
-    """How observations are stored in the replay buffer."""
+    """Type in which the replay buffer stores observations."""
     buffer_dir: Folder | None = None
-    """Directory that holds the replay buffer's data, for buffers larger than the memory; None: in memory."""
+    """Directory for the replay buffer's data, if it is larger than the memory. None: keep it in memory."""
     save_buffer: bool = False
-    """Save the replay buffer with each checkpoint; otherwise a resumed run fills a new one before it goes on."""
+    """Save the replay buffer with each checkpoint. false: a resumed run first fills a new buffer."""
     alpha_init: Positive = 0.01
     """Temperature at the start."""
     target_sigma: Positive = 0.15
-    """Standard deviation of the action noise, of a range of 2, whose entropy the temperature aims at."""
+    """Action standard deviation (actions in [-1, 1]) whose entropy is the target of the temperature."""
     target_entropy: float | None = None
-    """Entropy that the temperature aims at, in nats; None: as target_sigma says."""
+    """Target entropy of the temperature, in nats. None: computed from target_sigma."""
     bc_coeff: NonNegative = 0.0
-    """Weight of the pull of the actor to the actions in the buffer; 0 turns it off."""
+    """Weight of the loss that pulls the actor to the actions in the buffer. 0 turns it off."""
     normalize_rewards: bool = True
     """Divide rewards by the spread of their discounted returns."""
     max_value: Positive = 5.0
-    """Largest magnitude of a (normalized) return that the critic can tell."""
+    """Largest magnitude of a (normalized) return that the critic can represent."""
     num_bins: Annotated[Count, Field(ge=2)] = 101
     """Bins of the critic's distribution between -max_value and max_value."""
     actor_dim: Count = 128
@@ -69,31 +69,31 @@ class FlashSACConfig(Config):
     critic_blocks: Count = 2
     """Residual blocks of the critic."""
     noise_exponent: Positive = 2.0
-    """Exponent of the law of how many steps the action noise stays the same; larger means fewer."""
+    """Noise is kept for k steps with probability proportional to k^-noise_exponent."""
     noise_longest: Count = 16
-    """Most steps the action noise stays the same."""
+    """Largest number of steps for which the action noise is kept."""
     lr: Positive = 3e-4
-    """Learning rate at its peak, of all three optimizers."""
+    """Peak learning rate of all three optimizers."""
     lr_schedule: Literal["constant", "linear", "cosine", "step", "exponential", "warmup_cosine"] = "warmup_cosine"
-    """How the learning rate changes over the run."""
+    """Schedule of the learning rate over the run."""
     initial_lr_fraction: NonNegative = 1.0
-    """Where the warm-up begins, as a fraction of lr."""
+    """Learning rate at the start of the warm-up, as a fraction of lr."""
     final_lr_fraction: Fraction = 0.5
-    """Where linear and cosine schedules end, as a fraction of lr."""
+    """Learning rate at the end of linear and cosine schedules, as a fraction of lr."""
     max_grad_norm: Positive | None = None
-    """Largest gradient norm of each network; None: no clipping, the weights are on a sphere."""
+    """Largest gradient norm of each network. None: no clipping, because the weights are on a sphere."""
     on_nonfinite: Literal["raise", "skip"] = "raise"
-    """What a NaN or infinite gradient does: stop and name the parameter, or skip the step and count it."""
+    """At a NaN or infinite gradient: raise stops and names the parameter, skip skips the step and counts it."""
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Precision of the networks' forward passes; on a CPU float32 is used, with a warning."""
+    """Precision of the networks' forward passes. On a CPU always float32, with a warning."""
     compile: bool = False
-    """Run the networks through torch.compile; on a CPU they are not, with a warning."""
+    """Run the networks through torch.compile. Ignored on a CPU, with a warning."""
     steps_per_env: Count = 100
-    """Steps each environment takes per iteration, between two rows of metrics."""
+    """Steps each environment takes per iteration. Each iteration writes one row of metrics."""
     actor_groups: Groups = None
-    """Observation groups the actor reads, in this order; None: every group the environment publishes."""
+    """Observation groups that the actor reads, in this order. None: all groups of the environment."""
     critic_groups: Groups = None
-    """Observation groups the critic reads, in this order; None: every group the environment publishes."""
+    """Observation groups that the critic reads, in this order. None: all groups of the environment."""
 
     @model_validator(mode="after")
     def _check_buffer(self) -> FlashSACConfig:
@@ -106,7 +106,7 @@ class FlashSACConfig(Config):
 
     @property
     def optimizer(self) -> str:
-        """Adam, for all three."""
+        """Always adam, for all three optimizers."""
         return "adam"
 
     def optimizer_options(self) -> dict[str, Any]:
@@ -115,7 +115,7 @@ class FlashSACConfig(Config):
 
     @property
     def updates_per_iteration(self) -> int:
-        """Updates of the critic between two rows of metrics."""
+        """Critic updates between two rows of metrics."""
         return self.steps_per_env * self.updates_per_step
 
     def schedule_options(self) -> dict[str, Any]:
@@ -142,7 +142,7 @@ class FlashSACConfig(Config):
         return {**storage, "save_data": self.save_buffer, **normalized, **self.pick("n_steps", "gamma", "batch_size")}
 
     def warn(self, device: str, iterations: int) -> None:
-        """Warns of the published sizes on a CPU, where one update of them takes about a second."""
+        """Warns if the published sizes run on a CPU, where one update takes about a second."""
         if device == "cpu" and self.batch_size >= 2048:
             _log.warning(
                 "An update of batch_size %d takes about a second on a CPU: add --profile cpu, or train on a GPU.",
@@ -150,7 +150,7 @@ class FlashSACConfig(Config):
             )
 
     def warmup_frames(self, total_frames: int) -> int:
-        """Transitions before the first update: ``min_buffer``, or a tenth of a run that is too short for it."""
+        """Transitions before the first update: ``min_buffer``, or a tenth of the run if that is less."""
         tenth = max(total_frames // 10, 1)
         if self.min_buffer > tenth:
             _log.warning("min_buffer is %d in this run of %d frames, not %d.", tenth, total_frames, self.min_buffer)
@@ -158,17 +158,17 @@ class FlashSACConfig(Config):
 
 
 class FlashSACRunConfig(RunConfig):
-    """FlashSAC; a table of metrics, checkpoints and a config.json end up in the run directory.
+    """FlashSAC. The run directory receives a table of metrics, checkpoints and a config.json.
 
-    The length of the run is given in environment steps or in iterations; the policy stays in the action's box.
+    Give the length of the run in environment steps or in iterations. The policy always stays within the action bounds.
     """
 
     total_frames: Count | None = None  # type: ignore[assignment]
-    """Environment steps to train for, summed over environments and processes; or give max_iterations."""
+    """Environment steps to train for, summed over environments and processes. None: see max_iterations."""
     max_iterations: Count | None = None
-    """Iterations to train for, each algorithm.steps_per_env steps of every environment; or give total_frames."""
+    """Iterations to train for, of algorithm.steps_per_env steps per environment. None: see total_frames."""
     profile: Literal["full", "cpu"] = "full"
-    """Sizes to start from: full, the published ones, or cpu, small networks, batches and buffer for one core."""
+    """Default sizes. full: the published ones. cpu: small networks, batches and buffer for one core."""
     env: EnvConfig = Field(default_factory=lambda: EnvConfig(action_mode="squash"))
     """Environment."""
     algorithm: FlashSACConfig = Field(default_factory=FlashSACConfig)
@@ -194,7 +194,7 @@ class FlashSACRunConfig(RunConfig):
         return self
 
     def warmup_and_updates(self, iterations: int) -> tuple[int, int]:
-        """Transitions before the first update, and updates of the critic after them, in a run of so many iterations."""
+        """Transitions before the first update, and critic updates after it, for a run of so many iterations."""
         algo = self.algorithm
         warmup = algo.warmup_frames(iterations * self.frames_per_rollout)
         steps = iterations * algo.steps_per_env - warmup // self.env.num_envs

@@ -29,53 +29,53 @@ OneGroup = Annotated[tuple[Name, ...], AfterValidator(_one)]
 
 
 class HIMConfig(PPOSettings):
-    """PPO with a hybrid internal model: an estimator of the velocity and of what comes next, inside the actor.
+    """PPO with a hybrid internal model: the actor contains an estimator of the velocity and of the next state.
 
-    Network sizes follow HIMLoco (Long et al. 2024, arXiv:2312.11460), the rest PPO.
+    Network sizes follow HIMLoco (Long et al. 2024, arXiv:2312.11460). Everything else follows PPO.
     """
 
     name: Literal["him"] = "him"
-    """The algorithm; names the trainer script that rebuilds a run from its config.json."""
+    """Name of the algorithm. It selects the trainer script that rebuilds a run from its config.json."""
     actor_groups: OneGroup = ("history",)
     """The group of stacked frames that the actor reads."""
     critic_groups: OneGroup = ("critic",)
     """The group that the critic reads: one frame and the true linear velocity."""
     history_layout: Literal["oldest_first", "newest_first"] | None = None
-    """Order of the stacked frames; None: as the environment declares it."""
+    """Order of the stacked frames. None: as the environment declares it."""
     normalize_observations: Annotated[bool, AfterValidator(_raw)] = False
-    """Always false: the estimator's targets are raw."""
+    """Must be false, because the estimator's targets are raw."""
     actor_hidden: tuple[Count, ...] = (512, 256, 256)
-    """Widths of the actor's hidden layers, as 512,256,256."""
+    """Widths of the actor's hidden layers, such as 512,256,256."""
     critic_hidden: tuple[Count, ...] = (256, 128, 64)
-    """Widths of the critic's hidden layers, as 256,128,64."""
+    """Widths of the critic's hidden layers, such as 256,128,64."""
     activation: Literal["elu", "relu", "tanh", "silu"] = "elu"
     """Activation between hidden layers."""
     encoder_hidden: tuple[Count, ...] = (256, 256)
-    """Widths of the hidden layers that encode the history."""
+    """Widths of the hidden layers of the history encoder."""
     target_hidden: tuple[Count, ...] = (256, 256)
-    """Widths of the hidden layers that encode the next critic observation."""
+    """Widths of the hidden layers of the target encoder, which reads the next critic observation."""
     latent_dim: Count = 32
     """Width of the latent."""
     num_prototypes: Annotated[Count, Field(ge=2)] = 64  # assignments to a single one say nothing
-    """Prototypes that latents are assigned to."""
+    """Number of prototypes that latents are assigned to."""
     target_skip_dim: Annotated[int, Field(ge=0)] = 3
-    """Leading entries of the next frame, the command, that its encoder does not see."""
+    """Leading entries of the next frame (the command) that the target encoder does not read."""
     temperature: Positive = 3.0
-    """Temperature of the predicted assignments."""
+    """Softmax temperature of the predicted assignments."""
     sinkhorn_eps: Positive = 0.05
-    """How hard the assignments are; smaller is harder."""
+    """Entropy regularization of the Sinkhorn assignments. A smaller value gives harder assignments."""
     sinkhorn_iterations: Count = 3
-    """Rounds that balance the assignments."""
+    """Sinkhorn iterations that balance the assignments."""
     estimator_max_grad_norm: Positive = 10.0
     """Largest gradient norm of the estimator."""
     symmetry: bool = False
-    """Double every rollout by its mirror image, and draw actor and critic towards symmetry."""
+    """Double every rollout by its mirror image, and add losses that make actor and critic symmetric."""
     symmetry_scale: NonNegative = 1.0
-    """Weight of the two losses that draw actor and critic towards symmetry."""
+    """Weight of the two losses that make actor and critic symmetric."""
     mirrored_log_prob: Literal["original", "mirrored"] = "original"
-    """Whose log-probability a mirrored action has: the original's, or the policy's own at the mirrored observation."""
+    """Log-probability of a mirrored action: the original action's, or the policy's at the mirrored observation."""
     optimizer: Literal["adam", "adamw", "sgd", "rmsprop"] = "adam"
-    """Optimizer of actor and critic, and of the estimator."""
+    """Optimizer of actor, critic and estimator."""
 
     def network_options(self) -> dict[str, Any]:
         """Options of ``edenrl.modules.him_actor``."""

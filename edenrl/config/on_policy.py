@@ -24,34 +24,34 @@ def _within_bounds(init_std: float) -> float:
 
 
 class OnPolicySettings(Config):
-    """What algorithms share that learn from the clipped probability ratio: PPO and its kin, GRPO."""
+    """Settings of the algorithms that use the clipped probability ratio: PPO, its variants and GRPO."""
 
     gamma: Annotated[Positive, Field(le=1)] = 0.99
     """Discount per step, in (0, 1]."""
     clip_epsilon: Annotated[Positive, AfterValidator(_below_one)] = 0.2
-    """Clip range of the probability ratio, and of the value where a clipped value loss is asked for."""
+    """Clip range of the probability ratio and, in a clipped value loss, of the change of the value."""
     entropy_coeff: NonNegative = 0.01
     """Weight of the entropy bonus."""
     epochs: Count = 5
     """Passes over each rollout."""
     num_minibatches: Count = 4
-    """Mini-batches per pass; must divide env.num_envs * steps_per_env."""
+    """Mini-batches per pass. The number must divide env.num_envs * steps_per_env."""
     lr: Positive = 1e-3
     """Learning rate at the start."""
     lr_schedule: Literal["adaptive", "constant", "linear", "cosine", "step", "exponential", "warmup_cosine"] = (
         "adaptive"
     )
-    """How the learning rate changes; adaptive follows desired_kl within [min_lr, max_lr]."""
+    """Schedule of the learning rate. adaptive keeps the KL near desired_kl, within [min_lr, max_lr]."""
     final_lr_fraction: Fraction = 0.0
-    """Where linear and cosine schedules end, as a fraction of lr."""
+    """Learning rate at the end of linear and cosine schedules, as a fraction of lr."""
     desired_kl: Positive = 0.01
-    """KL divergence per update that the adaptive schedule aims at, in nats."""
+    """Target KL divergence per update of the adaptive schedule, in nats."""
     min_lr: Positive = 1e-5
-    """Lower bound of the adaptive schedule."""
+    """Smallest learning rate of the adaptive schedule."""
     max_lr: Positive = 1e-2
-    """Upper bound of the adaptive schedule."""
+    """Largest learning rate of the adaptive schedule."""
     max_grad_norm: Positive = 1.0
-    """Largest gradient norm; each network is clipped on its own."""
+    """Largest gradient norm. Each network is clipped separately."""
     steps_per_env: Count = 24
     """Steps each environment takes per iteration."""
     init_std: Annotated[Positive, AfterValidator(_within_bounds)] = 1.0
@@ -59,15 +59,15 @@ class OnPolicySettings(Config):
     normalize_observations: bool = True
     """Normalize observations by their running mean and variance."""
     action_bound_coeff: NonNegative = 0.0
-    """Weight of the penalty on action means outside [-1, 1]; 0 turns it off."""
+    """Weight of the penalty on action means outside [-1, 1]. 0 turns it off."""
     on_nonfinite: Literal["raise", "skip"] = "raise"
-    """What a NaN or infinite gradient does: stop and name the parameter, or skip the step and count it."""
+    """At a NaN or infinite gradient: raise stops and names the parameter, skip skips the step and counts it."""
     actor_groups: Groups = None
-    """Observation groups the actor reads, in this order; None: every group the environment publishes."""
+    """Observation groups that the actor reads, in this order. None: all groups of the environment."""
 
     @property
     def updates_per_iteration(self) -> int:
-        """Mini-batches per rollout."""
+        """Mini-batch steps per rollout, all epochs together."""
         return self.epochs * self.num_minibatches
 
     def optimizer_options(self) -> dict[str, Any]:

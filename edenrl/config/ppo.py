@@ -9,22 +9,22 @@ from edenrl.config.on_policy import OnPolicySettings
 
 
 class PPOSettings(OnPolicySettings):
-    """What PPO needs whatever its networks and optimizer are.
+    """Settings of PPO that do not depend on its networks and optimizer.
 
-    Defaults follow Rudin et al. 2021, "Learning to Walk in Minutes", arXiv:2109.11978: few steps from many environments
-    and a learning rate driven by the KL divergence between the old and the new policy.
+    Defaults follow Rudin et al. 2021, "Learning to Walk in Minutes", arXiv:2109.11978: few steps from many
+    environments, and a learning rate that follows the KL divergence between the old and the new policy.
     """
 
     lmbda: Fraction = 0.95
-    """GAE lambda, in [0, 1]: 0 trusts the critic, 1 trusts the returns."""
+    """GAE lambda, in [0, 1]. 0 trusts the critic, 1 trusts the returns."""
     critic_coeff: Positive = 1.0
     """Weight of the value loss."""
     clip_value: bool = True
-    """Clip the value loss around the values at collection."""
+    """Clip the value loss around the values stored at collection."""
     normalize_advantage: Literal["rollout", "minibatch", "none"] = "rollout"
-    """Over what the advantages are brought to mean 0 and variance 1."""
+    """Standardize the advantages over the rollout, over each mini-batch, or not at all."""
     critic_groups: Groups = None
-    """Observation groups the critic reads, in this order; None: every group the environment publishes."""
+    """Observation groups that the critic reads, in this order. None: all groups of the environment."""
 
     def gae_options(self) -> dict[str, Any]:
         """Options of ``edenrl.objectives.GAE``."""
@@ -40,14 +40,14 @@ class PPOConfig(PPOSettings):
     """PPO with multi-layer perceptrons."""
 
     name: Literal["PPO"] = "PPO"
-    """The algorithm; names the trainer script that rebuilds a run from its config.json."""
+    """Name of the algorithm. It selects the trainer script that rebuilds a run from its config.json."""
     actor_hidden: tuple[Count, ...] = (256, 128, 64)
-    """Widths of the actor's hidden layers, as 256,128,64."""
+    """Widths of the actor's hidden layers, such as 256,128,64."""
     critic_hidden: tuple[Count, ...] = (256, 128, 64)
-    """Widths of the critic's hidden layers, as 256,128,64."""
+    """Widths of the critic's hidden layers, such as 256,128,64."""
     activation: Literal["elu", "relu", "tanh", "silu"] = "elu"
     """Activation between hidden layers."""
     symmetry: bool = False
-    """Double every rollout by its mirror image, as the environment's mirrors describe it."""
+    """Double every rollout by its mirror image. The environment must publish mirrors."""
     optimizer: Literal["adam", "adamw", "sgd", "rmsprop"] = "adam"
     """Optimizer of actor and critic."""

@@ -21,67 +21,66 @@ def _robot() -> dict[str, int]:
 
 
 class RMAConfig(PPOSettings):
-    """RMA: a privileged teacher by PPO, a history encoder by DAgger, an estimator.
+    """RMA: PPO trains a privileged teacher, DAgger trains a history encoder, regression trains an estimator.
 
     Defaults follow Cheng et al. 2023, "Extreme Parkour with Legged Robots", arXiv:2309.14341.
     """
 
     name: Literal["rma"] = "rma"
-    """The algorithm; names the trainer script that rebuilds a run from its config.json."""
+    """Name of the algorithm. It selects the trainer script that rebuilds a run from its config.json."""
     lr: Positive = 2e-4
-    """Learning rate of actor and critic at the start, and of the history encoder throughout."""
+    """Learning rate of actor and critic at the start, and of the history encoder for the whole run."""
     estimator_lr: Positive = 1e-4
     """Learning rate of the estimator."""
     normalize_observations: bool = False
-    """Normalize the critic's observations by their running mean and variance; the actor's carry fixed scales."""
+    """Normalize the critic's observations by their running mean and variance. The actor's are never normalized."""
     actor_groups: Groups = None
-    """Groups of prop, scan (if there is one), priv_explicit, priv_latent and history, in this order, or one group that
-    holds all of them in this order; None: groups of these names, the history's prop_history."""
+    """Groups of prop, scan (optional), priv_explicit, priv_latent, history; or one group of all. None: these names."""
     widths: dict[str, Count] = Field(default_factory=_robot)
-    """Widths of the parts of actor_groups when it is one group."""
+    """Widths of the parts, if actor_groups is one group that holds all of them."""
     critic_groups: Groups = None
-    """Observation groups the critic reads, in this order; None: the actor's without the history."""
+    """Observation groups that the critic reads, in this order. None: the actor's groups without the history."""
     train_with_estimated_states: bool = True
-    """Collect with the estimator's prediction in the place of priv_explicit."""
+    """Collect with the estimator's prediction instead of the true priv_explicit."""
     dagger_update_freq: Count = 20
-    """Every so many iterations collect with the history latent, and update the history encoder."""
+    """Interval, in iterations, at which the history latent collects and the history encoder is trained."""
     priv_reg_start: NonNegative = 0.0
-    """Weight of the distance between both latents up to update priv_reg_begin."""
+    """Weight of the distance between the two latents, up to update priv_reg_begin."""
     priv_reg_end: NonNegative = 0.1
-    """Weight of the distance between both latents in the end."""
+    """Weight of the distance between the two latents at the end of the ramp."""
     priv_reg_begin: Annotated[int, Field(ge=0)] = 2000
-    """Updates (of a whole rollout, by PPO or DAgger) before the weight begins to change."""
+    """Updates before the weight begins to change. PPO or DAgger on one rollout counts as one update."""
     priv_reg_length: Count = 3000
-    """Updates in which it changes."""
+    """Updates over which the weight changes from priv_reg_start to priv_reg_end."""
     actor_hidden: tuple[Count, ...] = (512, 256, 128)
-    """Widths of the backbone's hidden layers, as 512,256,128."""
+    """Widths of the backbone's hidden layers, such as 512,256,128."""
     scan_hidden: tuple[Count, ...] = Field((128, 64, 32), min_length=1)
-    """Widths of the scan encoder; the last is its latent's."""
+    """Widths of the scan encoder. The last one is the width of its latent."""
     priv_hidden: tuple[Count, ...] = Field((64, 20), min_length=1)
-    """Widths of the privileged encoder; the last is that of both latents."""
+    """Widths of the privileged encoder. The last one is the width of the privileged and the history latent."""
     estimator_hidden: tuple[Count, ...] = (128, 64)
     """Widths of the estimator's hidden layers."""
     critic_hidden: tuple[Count, ...] = (512, 256, 128)
     """Widths of the critic's hidden layers."""
     activation: Literal["elu", "relu", "tanh", "silu"] = "elu"
-    """Activation of the critic; the actor's is elu."""
+    """Activation of the critic. The actor always uses elu."""
     tanh: bool = False
-    """Bound the action mean by a tanh."""
+    """Bound the action mean with a tanh."""
     symmetry: Literal["none", "augment", "loss"] = "none"
-    """Use the environment's mirrors: double every rollout by its mirror image, or penalize asymmetric actions."""
+    """Use of the environment's mirrors. augment: add mirrored rollouts. loss: penalize asymmetric actions."""
     symmetry_coeff: NonNegative = 1.0
-    """Weight of that penalty."""
+    """Weight of the penalty on asymmetric actions, with symmetry loss."""
     optimizer: Literal["adam", "adamw", "sgd", "rmsprop"] = "adam"
     """Optimizer of all networks."""
 
     def layout(self, published: Mapping[str, int]) -> tuple[dict[str, int], dict[str, str] | str]:
-        """Widths of the actor's parts, and their groups or the one group of all.
+        """Widths of the actor's parts, and the group of each part or the one group that holds all parts.
 
         Args:
             published: the environment's groups and their widths.
 
         Raises:
-            ValueError: for a group that the environment lacks or of another width, printing the layout.
+            ValueError: for a group that the environment lacks, or that has another width. The message shows the layout.
 
         Examples:
             >>> published = {"prop": 6, "priv_explicit": 3, "priv_latent": 5, "prop_history": 60}
@@ -138,7 +137,7 @@ class RMAConfig(PPOSettings):
         return {"latent": "switched", "estimated": self.train_with_estimated_states}
 
     def warn(self, device: str, iterations: int) -> None:
-        """Warns of a run that ends before the history encoder, part of what is deployed, learns anything."""
+        """Warns if the run ends before the history encoder, a part of the deployed policy, is trained once."""
         if iterations < self.dagger_update_freq:
             _log.warning(
                 "This run has %d iterations and the history encoder is trained once in %d: the policy that is "

@@ -12,7 +12,7 @@ from edenrl.config.base import Config, Count, JsonDict, Name, Positive, Seed, re
 
 
 def _folder(value: str) -> str:
-    """`value` with its home directory written out; neither it nor a parent may be a file."""
+    """`value` with ``~`` expanded. Neither it nor a parent may be a file."""
     try:
         path = Path(value).expanduser()
     except RuntimeError as error:
@@ -24,7 +24,7 @@ def _folder(value: str) -> str:
 
 
 Folder = Annotated[Name, AfterValidator(_folder)]
-# What a factory of environments is given beside the keyword arguments, and the flag that sets it.
+# Arguments that an environment factory gets besides the keyword arguments, and the flag that sets each.
 _OWN_FLAGS = {"name": "env.name", "num_envs": "env.num_envs", "vectorization": "env.vectorization"}
 _OWN_FLAGS |= {"device": "device", "seed": "seed"}
 
@@ -41,61 +41,61 @@ EnvKwargs = Annotated[JsonDict, AfterValidator(_own_flags)]
 
 
 class EnvConfig(Config):
-    """Which environment, how many copies, and how rewards and actions are treated at its boundary."""
+    """The environment, the number of copies, and the treatment of rewards and actions."""
 
     name: Name = "PointMass"
     """Registered name, Gymnasium id (Ant-v5 or gym:Ant-v5), mjlab:<task>, isaaclab:<task> or <module>:<function>."""
     num_envs: Count = 256
     """Environments stepped together."""
     kwargs: EnvKwargs = Field(default_factory=dict)
-    """Keyword arguments of the environment's constructor, as JSON; --env.kwargs.KEY VALUE sets a single one."""
+    """Keyword arguments of the environment's constructor, as JSON. --env.kwargs.KEY VALUE sets a single one."""
     vectorization: Literal["sync", "async"] = "sync"
-    """How the copies are stepped (Gymnasium ids only): one after another, or one process each."""
+    """How Gymnasium environments are stepped. sync: one after another. async: one process each."""
     reward_scale: Positive = 1.0
-    """Factor on the reward the learner sees; evaluation reports the unscaled return."""
+    """Factor on the reward that the learner sees. Evaluation reports the unscaled return."""
     action_mode: Literal["clip", "squash", "none"] = "clip"
-    """How an action reaches its bounds: clipped, squashed by tanh, or passed as it is."""
+    """How actions are kept within their bounds: clipped, squashed by a tanh, or not at all."""
 
 
 class EvaluationConfig(Config):
-    """How a policy is evaluated: deterministic actions, whole episodes, a seed of its own."""
+    """Evaluation of a policy: deterministic actions, whole episodes, a separate seed."""
 
     num_episodes: Count = 20
     """Finished episodes per evaluation."""
     seed: Seed = 12345
-    """Seed of the evaluation environments, apart from the training seed."""
+    """Seed of the evaluation environments, separate from the training seed."""
     kwargs: EnvKwargs = Field(default_factory=dict)
-    """What differs from env.kwargs in evaluation, as JSON; --evaluation.kwargs.KEY VALUE sets a single one."""
+    """Overrides of env.kwargs in evaluation, as JSON. --evaluation.kwargs.KEY VALUE sets a single one."""
     interval_iterations: Count | None = None
-    """Iterations between evaluations; None: at every checkpoint. Each is saved, so that the best can be kept."""
+    """Iterations between evaluations, each saved as a checkpoint. None: evaluate at every checkpoint."""
     metric: Name = "return_mean"
     """Evaluation metric that decides which checkpoint is the best, such as return_mean or success_rate."""
     mode: Literal["max", "min"] = "max"
-    """Whether the largest or the smallest metric is the best."""
+    """Whether the largest or the smallest value of the metric is the best."""
 
 
 class CheckpointConfig(Config):
     """When checkpoints are written and how many stay on disk."""
 
     interval_iterations: Count | None = None
-    """Iterations between checkpoints; None: ten per run."""
+    """Iterations between checkpoints. None: ten checkpoints per run."""
     keep_last: Count = 2
-    """Most recent checkpoints kept besides the best one."""
+    """Number of most recent checkpoints to keep, besides the best one."""
 
 
 class LoggerConfig(Config):
-    """Where metrics go, besides the run directory's metrics.csv."""
+    """The logger of metrics, in addition to metrics.csv in the run directory."""
 
     kind: Literal["csv", "tensorboard", "wandb"] = "csv"
-    """Logger."""
+    """Logger of the metrics. metrics.csv is always written."""
     wandb_mode: Literal["online", "offline", "disabled"] = "online"
-    """How wandb runs; without an account or network it falls back to offline."""
+    """Mode of wandb. Without an account or network it falls back to offline."""
     project: Name = "edenrl"
-    """wandb project."""
+    """Name of the wandb project."""
 
 
 class RunConfig(Config):
-    """What every training run shares; a script's configuration adds ``algorithm``.
+    """Settings that every training run shares. A script's configuration adds ``algorithm``.
 
     Examples:
         ``examples/train_ppo.py`` adds ``algorithm: PPOConfig = Field(default_factory=PPOConfig)``.
@@ -108,27 +108,27 @@ class RunConfig(Config):
     seed: Seed = 1
     """Seed of networks, environments and sampling."""
     total_frames: Count = 2_000_000
-    """Environment steps to train for, summed over environments; 1e6 and 1_000_000 are read as well."""
+    """Environment steps to train for, summed over environments. 1e6 and 1_000_000 are also accepted."""
     device: Name = "auto"
-    """Torch device such as cpu or cuda:0; auto takes the accelerator when there is one."""
+    """Torch device such as cpu or cuda:0. auto: the accelerator if there is one, else the CPU."""
     run_dir: Folder | None = None
-    """Directory of this run; None: runs/<algorithm>-<env>-s<seed>-<time>."""
+    """Directory of this run. None: runs/<algorithm>-<env>-s<seed>-<time>."""
     resume: Folder | None = None
-    """Run directory to continue: its config.json is the base, and it becomes run_dir."""
+    """Run directory to continue. It becomes run_dir. Other flags override its config.json."""
     resume_schedule: Literal["restore", "restart"] = "restore"
-    """On resume, restore the learning-rate schedule or restart it over the remaining updates."""
+    """On resume, restore the learning-rate schedule, or restart it over the remaining updates."""
     export: bool = False
-    """At the end, export the best checkpoint's policy into the run directory's policy/ as ONNX and TorchScript."""
+    """At the end, export the best checkpoint's policy to policy/ of run_dir, as ONNX and TorchScript."""
     quiet: bool = False
-    """No progress output."""
+    """Print no progress."""
     num_threads: Count | None = None
-    """CPU threads torch may use; None leaves torch's own choice."""
+    """CPU threads that torch may use. None: torch decides."""
     collector: Literal["single", "multi_sync", "ray"] = "single"
-    """Who steps the environments: this process, num_workers processes of this machine, or num_workers Ray actors."""
+    """What steps the environments: this process, num_workers local processes, or num_workers Ray actors."""
     num_workers: Count = 2
-    """Worker processes that env.num_envs is split over; only for collector multi_sync and ray."""
+    """Workers that share env.num_envs. Only for collector multi_sync and ray."""
     process_timeout: Positive = 600.0
-    """Seconds that a process under torchrun waits for the others before it gives up."""
+    """Seconds that a process under torchrun waits for the others before it stops."""
     env: EnvConfig = Field(default_factory=EnvConfig)
     """Environment."""
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
@@ -140,16 +140,16 @@ class RunConfig(Config):
 
     @property
     def algorithm_name(self) -> str:
-        """The name of the algorithm, as in checkpoints and default run directories."""
+        """Name of the algorithm, as in checkpoints and default run directories."""
         return str(self._of_algorithm("name", "run"))
 
     @property
     def frames_per_rollout(self) -> int:
-        """Environment steps per iteration, all environments of one process together."""
+        """Environment steps per iteration, summed over all environments of one process."""
         return self.env.num_envs * int(self._of_algorithm("steps_per_env", 1))
 
     def num_iterations(self, processes: int = 1) -> int:
-        """Iterations of the whole run: a budget that ``algorithm.updates`` gives, or that of ``total_frames``.
+        """Iterations of the whole run, from ``algorithm.updates`` if it is set, otherwise from ``total_frames``.
 
         Args:
             processes: processes that train together, each on ``env.num_envs`` environments.
@@ -158,7 +158,7 @@ class RunConfig(Config):
         return given or math.ceil(self.total_frames / (self.frames_per_rollout * processes))
 
     def warn(self, device: str, iterations: int) -> None:
-        """Logs what is allowed and will disappoint, as far as the algorithm knows of it.
+        """Logs a warning for settings that are allowed but have a known drawback.
 
         Args:
             device: type of the device, such as "cpu".
@@ -169,7 +169,7 @@ class RunConfig(Config):
             warn(device, iterations)
 
     def _of_algorithm(self, field: str, default: Any = None) -> Any:
-        """A field of the algorithm, which only the scripts' configurations have."""
+        """A field of ``algorithm``, or `default`. Only the scripts' configurations have an ``algorithm``."""
         return getattr(getattr(self, "algorithm", None), field, default)
 
     @model_validator(mode="after")

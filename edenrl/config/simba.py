@@ -12,7 +12,7 @@ from edenrl.config.ppo import PPOSettings
 
 
 def _split_widths(value: Any) -> Any:
-    """``512,256`` and ``512`` as the command line gives them for one group."""
+    """Widths of one group from the command line, where they are ``512,256`` or ``512``."""
     if isinstance(value, str):
         return tuple(value.split(","))
     return (value,) if isinstance(value, int) else value
@@ -24,11 +24,11 @@ Widths = Annotated[tuple[Count, ...], BeforeValidator(_split_widths)]
 class SimbaPPOConfig(PPOSettings):
     """PPO with SimBaV2 networks over encoded observation groups, trained by Muon.
 
-    Network sizes follow SimBaV2, arXiv:2502.15280: a small actor, a critic of two blocks.
+    Network sizes follow SimBaV2, arXiv:2502.15280: an actor of one block and a critic of two.
     """
 
     name: Literal["simba"] = "simba"
-    """The algorithm; names the trainer script that rebuilds a run from its config.json."""
+    """Name of the algorithm. It selects the trainer script that rebuilds a run from its config.json."""
     lr: Positive = 1e-4
     """Learning rate at the start."""
     entropy_coeff: NonNegative = 5e-4
@@ -42,11 +42,11 @@ class SimbaPPOConfig(PPOSettings):
     critic_blocks: Count = 2
     """Residual blocks of the critic."""
     expansion: Count = 4
-    """Inner width of a block over the width of its features."""
+    """Inner width of a block, divided by the width of its features."""
     encoder_hidden: tuple[Count, ...] | None = (256,)
-    """Hidden widths of every group's encoder, as 256,128; None: no encoders."""
+    """Hidden widths of every group's encoder, such as 256,128. None: no encoders."""
     group_hidden: dict[str, Widths] = Field(default_factory=dict)
-    """Hidden widths of single groups; --algorithm.group_hidden.scan 512,256 sets those of group scan."""
+    """Hidden widths for single groups. --algorithm.group_hidden.scan 512,256 sets those of group scan."""
     latent_dim: Count = 128
     """Output width of each encoder."""
     compile: bool = False
@@ -54,11 +54,11 @@ class SimbaPPOConfig(PPOSettings):
     optimizer: Literal["adam", "adamw", "muon"] = "muon"
     """Optimizer of actor and critic."""
     weight_decay: NonNegative = 0.01
-    """Decoupled weight decay of AdamW, alone or beside Muon."""
+    """Decoupled weight decay of AdamW, with optimizer adamw or muon."""
     muon_weight_decay: NonNegative = 0.1
     """Decoupled weight decay of Muon."""
     muon_adjust_lr: Literal["original", "match_rms_adamw"] = "original"
-    """How Muon's step depends on the shape of a matrix, see edenrl.optim.MuonAdamW."""
+    """How Muon's step size depends on the shape of a matrix. See edenrl.optim.MuonAdamW."""
 
     def network_options(
         self, part: Literal["actor", "critic"], groups: Mapping[str, int], published: Mapping[str, int]
@@ -66,7 +66,7 @@ class SimbaPPOConfig(PPOSettings):
         """Options of ``edenrl.modules.simba_actor`` or ``simba_critic``.
 
         Args:
-            part: which of the two.
+            part: "actor" or "critic".
             groups: the groups it reads.
             published: every group of the environment.
 
