@@ -37,7 +37,7 @@ def _unwrap(env: EnvBase) -> tuple[EnvBase, list[Transform]]:
         else:
             if env.is_closed:
                 env.start()
-            env = env._envs[0]  # they are alike; what stands inside belongs to the path of every row
+            env = env._envs[0]  # all of them are alike
     if isinstance(env, ParallelEnv):
         raise ValueError(
             f"{type(env).__name__} keeps its environments in other processes, where what they declare and transform "
@@ -53,7 +53,7 @@ def _flat(transform: Transform) -> list[Transform]:
 
 
 def _path_to(key: NestedKey, transforms: list[Transform]) -> list[Transform]:
-    """The transforms that a group has passed through, under whatever names."""
+    """The transforms that a group has passed through, also where it had another name before."""
     keys = {key}
     path: list[Transform] = []
     for transform in reversed(transforms):
@@ -185,12 +185,17 @@ def actions_of(env: EnvBase, key: NestedKey, contract: ActionContract) -> Action
     given = {"scale": contract.scale, "bias": contract.bias, "names": contract.names}
     if wrong := {k: len(v) for k, v in given.items() if v is not None and len(v) != dim}:
         raise ValueError(f"policy_contract() declares actions with {wrong} entries; the action has {dim} components.")
+    return ActionSpec(kind="continuous", dim=dim, **_treatment(base, dim, contract, on_action), **common)
+
+
+def _treatment(base: EnvBase, dim: int, contract: ActionContract, on_action: list[Transform]) -> dict[str, Any]:
+    """What the simulator and the transforms do with a continuous action, as fields of an ``ActionSpec``."""
     scale = torch.tensor(contract.scale or [1.0] * dim, dtype=torch.float64)
     bias = torch.tensor(contract.bias or [0.0] * dim, dtype=torch.float64)
     box = action_box(base)
     low, high = (torch.full((dim,), s) for s in (-torch.inf, torch.inf)) if box is None else (b.cpu() for b in box)
     clip, others = contract.clip, []
-    # From the simulator outwards, as its box and scale look to what stands further out.
+    # From the simulator outwards: each transform changes how box and scale look to those around it.
     for transform in on_action:
         if isinstance(transform, ClipAction):
             clip = True
@@ -202,17 +207,14 @@ def actions_of(env: EnvBase, key: NestedKey, contract: ActionContract) -> Action
         else:
             others.append(type(transform).__name__)
     bounded = bool((low.isfinite() | high.isfinite()).any())
-    return ActionSpec(
-        kind="continuous",
-        dim=dim,
-        low=_finite(low) if bounded else None,
-        high=_finite(high) if bounded else None,
-        clip=clip and bounded,
-        scale=scale.tolist(),
-        bias=bias.tolist(),
-        transforms=others,
-        **common,
-    )
+    return {
+        "low": _finite(low) if bounded else None,
+        "high": _finite(high) if bounded else None,
+        "clip": clip and bounded,
+        "scale": scale.tolist(),
+        "bias": bias.tolist(),
+        "transforms": others,
+    }
 
 
 def _short(values: torch.Tensor) -> list[float]:

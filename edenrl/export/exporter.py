@@ -45,14 +45,16 @@ def export_policy(
 ) -> dict[str, Path]:
     """Writes the deterministic policy and its contract into a folder.
 
-    The graphs take ``obs``, the policy's observation groups concatenated in order and un-normalized, ``[batch, width]``
-    float32, and give ``actions`` before the environment's clipping and scaling, for any batch size. A recurrent policy
-    also takes and returns its state (``h_in``, ``c_in``, ``h_out``, ``c_out``, ``(layers, batch, hidden)``); in
-    TorchScript it keeps it inside, with ``reset()``. ``policy_spec.json`` says the rest, see ``PolicySpec``.
+    The graphs take ``obs`` ``[batch, width]``, float32: the policy's observation groups, un-normalized and concatenated
+    in order. They give ``actions`` before the environment's clipping and scaling, for any batch size. A recurrent
+    policy also takes and returns its state (``h_in``, ``c_in``, ``h_out``, ``c_out``, ``(layers, batch, hidden)``). In
+    TorchScript it keeps the state inside, with a method ``reset()``. ``policy_spec.json`` holds everything else that a
+    deployment needs, see ``PolicySpec``.
 
-    Everything is prepared inside ``out_dir``, compared with the policy on four real control steps of the environment
-    and on random observations (absolute and relative tolerance 1e-4), and moved in at once: a failure or a kill at any
-    instant leaves an earlier export as it was. The policy itself is copied and not touched; the environment is stepped.
+    Everything is prepared inside ``out_dir`` and compared with the policy, on four real control steps of the
+    environment and on random observations (absolute and relative tolerance 1e-4). Then it is moved in at once: a
+    failure or a kill at any instant leaves an earlier export as it was. The policy is copied and not touched. The
+    environment is stepped.
 
     Args:
         policy: a TensorDict policy, see ``PolicyGraph`` for what it may be made of. Recurrent modules of TorchRL need
@@ -92,12 +94,7 @@ def export_policy(
     deployed = copy.deepcopy(policy).to("cpu").float().eval().requires_grad_(False)
     graph = PolicyGraph(deployed, env.observation_spec, env.action_key).eval()
     spec = PolicySpec(
-        model=ModelSpec(
-            files=[ModelFile(format=name, file=FORMATS[name].file, sha256="0" * 64, size=1) for name in formats],
-            inputs=_tensors(graph, "obs", graph.width, "_in"),
-            outputs=[],
-            normalization="in the graph" if any(isinstance(m, RunningNorm) for m in graph.modules()) else "none",
-        ),
+        model=_model_without_files(graph, formats),
         observations=observations_of(graph, env, contract),
         actions=actions_of(env, graph.action_key, contract.actions),
         rate=contract.rate,
@@ -110,23 +107,39 @@ def export_policy(
         example = (torch.zeros(3, graph.width), *(state.zeros(3) for state in graph.states))
         spec.model.outputs = _tensors(graph, "actions", recording.actions[0], "_out")
         for entry in spec.model.files:
-            path = staged / entry.file
-            try:
-                FORMATS[entry.format].save(graph, example, path)
-            except Exception as error:  # whatever an exporter raises
-                raise TypeError(
-                    f"The policy cannot be written as {entry.format!r}: {error}\nGive the part that cannot be traced a "
-                    "method export_module(), see PolicyGraph."
-                ) from error
-            content = path.read_bytes()
-            entry.sha256, entry.size = hashlib.sha256(content).hexdigest(), len(content)
-            entry.opset = OPSET if entry.format == "onnx" else None
+            _write_graph(graph, example, staged, entry)
         (staged / _SPEC).write_text(spec.model_dump_json(indent=2) + "\n", encoding="utf-8")
         if verify:
             spec.model.verification = verify_files(deployed, graph, recording, staged, formats)
             (staged / _SPEC).write_text(spec.model_dump_json(indent=2) + "\n", encoding="utf-8")
         publish(staged, names)
     return {**{name: out_dir / FORMATS[name].file for name in formats}, "spec": out_dir / _SPEC}
+
+
+def _model_without_files(graph: PolicyGraph, formats: Sequence[str]) -> ModelSpec:
+    """The part of the spec about the graphs, before they are written and before the actions are known."""
+    normalizes = any(isinstance(module, RunningNorm) for module in graph.modules())
+    return ModelSpec(
+        files=[ModelFile(format=name, file=FORMATS[name].file, sha256="0" * 64, size=1) for name in formats],
+        inputs=_tensors(graph, "obs", graph.width, "_in"),
+        outputs=[],
+        normalization="in the graph" if normalizes else "none",
+    )
+
+
+def _write_graph(graph: PolicyGraph, example: tuple[Tensor, ...], staged: Path, entry: ModelFile) -> None:
+    """Writes one format into the prepared folder and notes hash, size and opset in its entry of the spec."""
+    path = staged / entry.file
+    try:
+        FORMATS[entry.format].save(graph, example, path)
+    except Exception as error:  # whatever an exporter raises
+        raise TypeError(
+            f"The policy cannot be written as {entry.format!r}: {error}\nGive the part that cannot be traced a "
+            "method export_module(), see PolicyGraph."
+        ) from error
+    content = path.read_bytes()
+    entry.sha256, entry.size = hashlib.sha256(content).hexdigest(), len(content)
+    entry.opset = OPSET if entry.format == "onnx" else None
 
 
 def _tensors(graph: PolicyGraph, first: str, example: int | Tensor, suffix: str) -> list[TensorInfo]:
@@ -175,7 +188,7 @@ def _version(package: str) -> str:
 
 
 def _sha256(path: Path) -> str:
-    """Of a file, or of a folder's files and their names."""
+    """The hash of a file, or of all files in a folder together with their names."""
     digest = hashlib.sha256()
     for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
         if file.is_file():

@@ -1,8 +1,8 @@
 """A folder whose files all change in one step.
 
 ``out_dir/policy.onnx`` and its siblings are links to ``out_dir/.export/current/policy.onnx``, and ``current`` is a link
-to the folder of one export. Turning ``current`` over is one atomic rename, so a process killed at any instant leaves
-the old export or the new one under every name, never a mix, and nothing needs to be repaired afterwards.
+to the folder of one export. ``current`` is replaced by one atomic rename. A process that is killed at any instant
+therefore leaves the old export or the new one under every name, never a mix, and nothing needs to be repaired.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _STORE = ".export"
 
 @contextmanager
 def staging(out_dir: Path, names: Sequence[str]) -> Iterator[Path]:
-    """A new folder inside ``out_dir`` to prepare an export in, and beside it the link that will become ``current``.
+    """Makes a new folder inside ``out_dir`` to prepare an export in, and the link that will become ``current``.
 
-    Both are removed on the way out unless the folder was published.
+    Unless ``publish`` was called, both are removed at the end.
 
     Args:
         out_dir: created when missing.
@@ -66,7 +66,7 @@ def publish(staged: Path, names: Sequence[str]) -> None:
     store, out_dir = staged.parent, staged.parent.parent
     present = [name for name in names if (staged / name).exists()]
     for name in present:
-        # Until the turn-over a new name leads to the old export, which lacks it: it does not exist yet.
+        # Until "current" is replaced this link leads to the old export, which has no such file: it is broken.
         if not (out_dir / name).is_symlink():
             os.symlink(Path(_STORE, "current", name), out_dir / name)
     os.replace(_link(staged), store / "current")

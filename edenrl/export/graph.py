@@ -47,7 +47,7 @@ class State:
         return torch.zeros([batch if axis == self.batch_axis else size for axis, size in enumerate(self.shape)])
 
     def swap(self, value: Tensor) -> Tensor:
-        """Between the layouts of the graph and of a TensorDict, which has the batch first."""
+        """Converts between the layout of the graph and that of a TensorDict, which has the batch first."""
         return value.transpose(0, self.batch_axis)
 
 
@@ -125,6 +125,8 @@ _ACTION_OF: dict[type, Any] = {
 
 @dataclass
 class _Step:
+    """One tensor function of the policy, with what it reads and writes; ``scores`` rank the choices of an action."""
+
     module: nn.Module
     in_keys: list[NestedKey]
     out_keys: list[NestedKey]
@@ -162,18 +164,48 @@ def _steps(policy: Any, hooked: bool = False) -> list[_Step]:
     raise TypeError(f"{type(policy).__name__} cannot be exported as it is. {_HINT}")
 
 
+def _needed_steps(steps: list[_Step], action_key: NestedKey) -> tuple[list[_Step], set[NestedKey]]:
+    """The steps that the action and the carried state depend on, and the keys that these read from outside.
+
+    Others, such as a value head, do not become part of the file.
+
+    Raises:
+        ValueError: when no step writes the action.
+    """
+    outputs = {key for step in steps for key in step.out_keys}
+    wanted: set[NestedKey] = {action_key}
+    while True:
+        needed: set[NestedKey] = set(wanted)
+        kept: list[_Step] = []
+        for step in reversed(steps):
+            if needed & set(step.out_keys):
+                needed = needed - set(step.out_keys) | set(step.in_keys)
+                kept.insert(0, step)
+        # What is carried to the next step is wanted as well, also where this step's action does not need it.
+        carried_on = {unravel_key(("next", key)) for key in needed} & outputs
+        if carried_on <= wanted:
+            break
+        wanted |= carried_on
+    if not any(action_key in step.out_keys for step in kept):
+        raise ValueError(
+            f"The policy writes {sorted(map(str, outputs))} and not the environment's action {action_key!r}. Name "
+            "the action key of the environment in the policy's out_keys."
+        )
+    return kept, needed
+
+
 class PolicyGraph(nn.Module):
     """The deterministic policy as ``forward(obs, *state) -> actions`` or ``(actions, *next_state)``.
 
     ``obs`` is ``[batch, width]``: the observation groups that the action depends on, flattened and concatenated in the
-    order in which the policy reads them, un-normalized. State comes from TorchRL's ``LSTMModule`` and ``GRUModule``
-    (named ``h`` and ``c``, ``(layers, batch, hidden)``) and from any module that reads a key ``k`` and writes
-    ``("next", k)``, whose shape the environment's primer declares (``(batch, ...)``).
+    order in which the policy reads them, un-normalized. States are those of TorchRL's ``LSTMModule`` and ``GRUModule``
+    (named ``h`` and ``c``, ``(layers, batch, hidden)``), and those of any module that reads a key ``k`` and writes
+    ``("next", k)``. The environment's primer declares the shape of the latter (``(batch, ...)``).
 
-    What is exported is what the policy is made of: sequences, ``TensorDictModule``s around an ``nn.Module``,
-    recurrent modules, and distributions whose deterministic action is known. A part that cannot be exported as it is,
-    or should look different, has a method ``export_module()``: on a network it returns an ``nn.Module`` to call in its
-    place, on a TensorDict module a TensorDict module. Either must compute the same, and ``export_policy`` compares.
+    A policy may be made of sequences, ``TensorDictModule``s around an ``nn.Module``, recurrent modules, and
+    distributions whose deterministic action is known. A part that cannot be exported as it is, or should look
+    different, has a method ``export_module()``. That of a network returns an ``nn.Module`` to call in its place, that
+    of a TensorDict module a TensorDict module. Either must compute the same; ``export_policy`` compares.
 
     Args:
         policy: the TensorDict policy, in ``eval()`` mode and on the CPU.
@@ -196,28 +228,7 @@ class PolicyGraph(nn.Module):
     def __init__(self, policy: nn.Module, spec: Composite, action_key: NestedKey = "action") -> None:
         super().__init__()
         action_key = unravel_key(action_key)
-        # Backwards from the action, so that a value head or an unread input does not become part of the file.
-        needed: set[NestedKey]
-        kept: list[_Step]
-        steps = _steps(policy)
-        outputs = {key for step in steps for key in step.out_keys}
-        wanted: set[NestedKey] = {action_key}
-        while True:
-            needed, kept = set(wanted), []
-            for step in reversed(steps):
-                if needed & set(step.out_keys):
-                    needed = needed - set(step.out_keys) | set(step.in_keys)
-                    kept.insert(0, step)
-            # What is carried to the next step is an output as well, also where this step's action does not need it.
-            carried_on = {unravel_key(("next", key)) for key in needed} & outputs
-            if carried_on <= wanted:
-                break
-            wanted |= carried_on
-        if not any(action_key in step.out_keys for step in kept):
-            raise ValueError(
-                f"The policy writes {sorted(map(str, outputs))} and not the environment's action {action_key!r}. Name "
-                "the action key of the environment in the policy's out_keys."
-            )
+        kept, needed = _needed_steps(_steps(policy), action_key)
         written = {key for step in kept for key in step.out_keys}
         read = list(dict.fromkeys(key for step in kept for key in step.in_keys if key in needed))
         carried = [key for key in read if unravel_key(("next", key)) in written]

@@ -44,8 +44,23 @@ def load_policy(folder: str | Path, *, threads: int = 1) -> RuntimePolicy:
         raise FileNotFoundError(
             f"{folder} holds no exported policy: it has no {_SPEC_FILE}. Export one with export_policy."
         )
-    # Resolved once: spec and graph come from the same export even when a newer one is moved in meanwhile.
+    # Links are followed once: spec and graph then come from one export, even when a newer one is moved in meanwhile.
     path = path.resolve()
+    spec = _read_spec(path, folder)
+    graph = _read_graph(path.parent, spec, folder)
+    try:
+        import onnxruntime
+    except ImportError:
+        raise ImportError("load_policy needs onnxruntime, which is not installed: pip install onnxruntime") from None
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    # From the bytes and not from the file, which may have been replaced since they were checked.
+    session = onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
+    return RuntimePolicy(spec, session)
+
+
+def _read_spec(path: Path, folder: str | Path) -> dict[str, Any]:
+    """The content of a spec file whose version this loader reads; ``folder`` is named in errors."""
     try:
         spec = json.loads(path.read_text(encoding="utf-8"))
         version = spec["schema_version"]
@@ -56,10 +71,15 @@ def load_policy(folder: str | Path, *, threads: int = 1) -> RuntimePolicy:
             f"{folder}/{_SPEC_FILE} has schema_version {version!r}; this loader reads {_SCHEMA_VERSION}. Export the "
             "policy again, or use the edenrl version that wrote it."
         )
+    return spec
+
+
+def _read_graph(parent: Path, spec: dict[str, Any], folder: str | Path) -> bytes:
+    """The bytes of the ONNX graph beside a spec, whose hash the spec states; ``folder`` is named in errors."""
     files = {entry["format"]: entry for entry in spec["model"]["files"]}
     if "onnx" not in files:
         raise ValueError(f"{folder} was exported as {sorted(files)} only; export it with the format 'onnx' as well.")
-    graph = path.parent / files["onnx"]["file"]
+    graph = parent / files["onnx"]["file"]
     if not graph.is_file():
         raise FileNotFoundError(f"{folder} lacks {graph.name}, which {_SPEC_FILE} names. Copy both files together.")
     content = graph.read_bytes()
@@ -69,15 +89,7 @@ def load_policy(folder: str | Path, *, threads: int = 1) -> RuntimePolicy:
             f"{folder}/{graph.name} and {_SPEC_FILE} do not belong together: the file's sha256 is {found}, the spec "
             f"says {stated}. One of them was edited or replaced; export the policy again."
         )
-    try:
-        import onnxruntime
-    except ImportError:
-        raise ImportError("load_policy needs onnxruntime, which is not installed: pip install onnxruntime") from None
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = threads
-    # The bytes that were hashed are the bytes that run.
-    session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
-    return RuntimePolicy(spec, session)
+    return content
 
 
 class RuntimePolicy:

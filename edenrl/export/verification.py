@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -35,14 +35,22 @@ class Recording:
 
     template: TensorDictBase
     """A TensorDict the policy can read, of the environment's rows."""
-    obs: list[Tensor]
-    began: list[Tensor]
+    obs: list[Tensor] = field(default_factory=list)
+    began: list[Tensor] = field(default_factory=list)
     """Rows whose episode began at that step, boolean."""
-    actions: list[Tensor]
-    states: list[list[Tensor]]
+    actions: list[Tensor] = field(default_factory=list)
+    states: list[list[Tensor]] = field(default_factory=list)
     """Next states, in the layout of the graph."""
-    decided: list[Tensor]
-    """Rows whose action does not hang on rounding, boolean: a discrete choice may be a tie."""
+    decided: list[Tensor] = field(default_factory=list)
+    """Rows whose action does not depend on rounding, boolean: the best two choices are no tie."""
+
+    def add(self, obs: Tensor, began: Tensor, actions: Tensor, states: list[Tensor], decided: Tensor) -> None:
+        """Adds one step."""
+        self.obs.append(obs)
+        self.began.append(began)
+        self.actions.append(actions)
+        self.states.append(states)
+        self.decided.append(decided)
 
 
 def record(policy: TensorDictModuleBase, graph: PolicyGraph, env: EnvBase) -> Recording:
@@ -58,7 +66,7 @@ def record(policy: TensorDictModuleBase, graph: PolicyGraph, env: EnvBase) -> Re
     rows = env.batch_size.numel()
     began = torch.ones(rows, dtype=torch.bool)
     state = [entry.zeros(rows) for entry in graph.states]
-    out = Recording(td, [], [], [], [], [])
+    out = Recording(td)
     for _ in range(_STEPS):
         flat = td.exclude("next").to("cpu").reshape(rows).apply(_single)
         try:
@@ -72,11 +80,7 @@ def record(policy: TensorDictModuleBase, graph: PolicyGraph, env: EnvBase) -> Re
         if not bool(actions.isfinite().all()):
             raise ValueError("The policy gives actions that are not finite: its weights or observations hold NaN.")
         out.template = flat
-        out.obs.append(graph.flatten(flat))
-        out.began.append(began)
-        out.actions.append(actions)
-        out.states.append(next_state)
-        out.decided.append(decided)
+        out.add(graph.flatten(flat), began, actions, next_state, decided)
         leaf = env.action_spec
         action = actions.reshape(leaf.shape).to(device=leaf.device, dtype=leaf.dtype)
         stepped, td = env.step_and_maybe_reset(td.set(env.action_key, action))
@@ -123,23 +127,17 @@ def _probe(policy: TensorDictModuleBase, graph: PolicyGraph, recording: Recordin
     seen = torch.cat(recording.obs)
     spread = seen.std(0, correction=0) + 1.0
     template = recording.template[torch.arange(rows) % len(recording.template)]
-    out = Recording(template, [], [], [], [], [])
+    out = Recording(template)
     state = [entry.zeros(rows) for entry in graph.states]
     for step in range(2):
         pick = torch.randint(len(seen), (rows,), generator=generator)
         obs = seen[pick] + 3.0 * spread * torch.randn(rows, graph.width, generator=generator)
         td = template.copy()
-        parts = zip(graph.groups.items(), obs.split(graph.widths, -1), strict=True)
-        for (key, shape), part in parts:
+        for (key, shape), part in zip(graph.groups.items(), obs.split(graph.widths, -1), strict=True):
             td.set(key, part.reshape(rows, *shape))
         began = torch.full((rows,), step == 0)
         actions, state, decided = _act(policy, graph, td, state, began)
-        for column, value in zip(
-            (out.obs, out.began, out.actions, out.states, out.decided),
-            (obs, began, actions, state, decided),
-            strict=True,
-        ):
-            column.append(value)  # type: ignore[attr-defined]
+        out.add(obs, began, actions, state, decided)
     return out
 
 
@@ -184,14 +182,20 @@ def _compare(name: str, where: str, run: Runner, graph: PolicyGraph, expected: R
                 )
             if what == "actions":
                 got, want = got[expected.decided[step]], want[expected.decided[step]]
-            difference = (got.double() - want.double()).abs()
-            # NaN compares false and is a deviation as well.
-            close = difference <= _TOLERANCE + _TOLERANCE * want.double().abs()
-            deviation = float(difference.nan_to_num(nan=np.inf).max()) if difference.numel() else 0.0
-            if not bool(close.all()):
+            deviation, close = _deviation(got, want)
+            if not close:
                 raise VerificationError(
                     f"The {name} export differs from the policy at {where} {step}: largest deviation {deviation:.3g} "
                     f"in {what}, tolerance {_TOLERANCE:g}. {_KEPT}"
                 )
             largest = max(largest, deviation)
     return largest
+
+
+def _deviation(got: Tensor, want: Tensor) -> tuple[float, bool]:
+    """Largest difference, and whether every one is within the tolerance."""
+    difference = (got.double() - want.double()).abs()
+    # A comparison with NaN is false, so NaN is never close.
+    close = difference <= _TOLERANCE + _TOLERANCE * want.double().abs()
+    largest = float(difference.nan_to_num(nan=np.inf).max()) if difference.numel() else 0.0
+    return largest, bool(close.all())
