@@ -39,17 +39,17 @@ def zeta_length(cdf: Tensor, uniform: Tensor) -> Tensor:
 class RepeatedNoise(TensorDictModuleBase):
     """Actions ``tanh(loc + scale * noise)`` in a box, where each environment keeps its noise for several steps.
 
-    How long is drawn from a zeta law: mostly one step, sometimes many, so that an arm is moved instead of shaken. The
-    noise and the steps that it still lasts are part of the data (``"noise"``, ``"noise_steps"``, carried through
-    ``("next", ...)`` like a recurrent state): collectors restore them with the rest of a run, and an episode begins
-    with a new one. Environments need the primer that ``make_tensordict_primer`` returns; collectors add it themselves.
+    The number of steps follows a zeta law: mostly one, sometimes many, so that an arm moves instead of trembling. The
+    noise and the steps that it still lasts are carried like a recurrent state, under ``"noise"`` and ``"noise_steps"``.
+    So collectors restore them with the rest of a run, and every episode begins with new noise. Environments need the
+    primer that ``make_tensordict_primer`` returns; collectors add it themselves.
 
-    While ``uniform`` is set, actions are uniform in the box instead, for the steps before training begins.
+    While ``uniform`` is set, actions are uniform in the box instead. That is for the steps before training begins.
 
     Args:
         low: lower bounds of the action ``[a]``.
         high: upper bounds.
-        exponent: of the zeta law; larger means shorter.
+        exponent: exponent of the zeta law; larger values give shorter repetitions.
         longest: longest repetition.
 
     Raises:
@@ -79,7 +79,7 @@ class RepeatedNoise(TensorDictModuleBase):
         super().__init__()
         self.in_keys = ["loc", "scale", "noise", "noise_steps"]
         self.out_keys = ["action", ("next", "noise"), ("next", "noise_steps")]
-        # Nothing here is learned or part of a policy's state; buffers move with the module and reach workers.
+        # Nothing here is learned. They are buffers so that they move with the module and reach workers.
         for name, value in (
             ("cdf", zeta_cdf(exponent, longest)),
             ("low", low.clone()),
@@ -101,7 +101,7 @@ class RepeatedNoise(TensorDictModuleBase):
         loc, scale = tensordict["loc"], tensordict["scale"]
         noise, steps = tensordict["noise"], tensordict["noise_steps"]
         fresh = steps <= 0
-        # Drawn for every row at every step: what one environment does leaves the others' random numbers alone.
+        # Drawn for every row at every step, so that one environment does not change the random numbers of the others.
         lengths = zeta_length(self.cdf, torch.rand(steps.shape, device=steps.device))
         noise = torch.where(fresh, torch.randn_like(loc), noise)
         steps = torch.where(fresh, lengths, steps) - 1

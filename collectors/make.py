@@ -85,7 +85,8 @@ def make_collector(
     makers: list[Maker] = [partial(_seeded, worker_env, seed + worker, worker) for worker in workers]
     build = _multi_sync if kind == "multi_sync" else _ray
     collector = build(makers, policy, frames_per_batch)
-    # Also when the script ends by an error: Python would wait for workers that wait for it. A second time does nothing.
+    # Also when the script ends by an error: otherwise Python and the workers would wait for each other. A second
+    # shutdown does nothing.
     atexit.register(collector.shutdown)
     return collector
 
@@ -99,9 +100,9 @@ def _seeded(worker_env: Callable[[int], EnvBase], seed: int, worker: int) -> Env
 
 
 def _ignore_signals() -> None:
-    # A terminal or a job manager signals every process; only the learner answers, by ending the iteration. SIGTERM
-    # keeps its meaning, because TorchRL ends the others with it when one has failed; a group of their own keeps the
-    # one that is sent to all away.
+    """Leaves signals to the learner, which answers them by ending its iteration."""
+    # A terminal or a job manager signals all processes of a group, so workers have a group of their own. SIGTERM keeps
+    # its meaning: TorchRL sends it to the other workers when one has failed.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(os, "setpgid"):
         os.setpgid(0, 0)
@@ -111,7 +112,7 @@ class _Worker(Collector):
     """A ``Collector`` in a process of its own: its random states are part of its state."""
 
     def state_dict(self) -> OrderedDict[str, Any]:
-        # One tensor of bytes: what carries states between processes would drop or convert some of the entries.
+        # One tensor of bytes, because the exchange of states between processes would drop or convert some entries.
         file = io.BytesIO()
         torch.save({"collector": dict(super().state_dict()), "rng": GlobalRNGState().state_dict()}, file)
         return OrderedDict(worker=torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8))
@@ -129,7 +130,7 @@ class _MultiSync(MultiSyncCollector):
         try:
             yield from super().iterator()
         except (RuntimeError, ValueError, OSError) as error:
-            # Those that TorchRL has ended itself are closed.
+            # Workers that TorchRL has ended itself are closed, and are not the ones that failed.
             ended = {i: p.exitcode for i, p in enumerate(self.procs) if not p._closed and p.exitcode is not None}
             if not ended:
                 raise

@@ -26,8 +26,8 @@ _log = logging.getLogger("edenrl")
 class FrameNorm(RunningNorm):
     """Normalizes single motion frames: ``(x - mean) / sqrt(var + eps^2)``, clipped.
 
-    A ``RunningNorm`` of another formula that starts as if it had seen 1e-4 frames of mean 0 and variance 1, so that the
-    first batch all but replaces the start. Only raw frames belong into ``update``.
+    A ``RunningNorm`` with another formula. It starts as if it had seen 1e-4 frames of mean 0 and variance 1, so that
+    the first batch almost replaces the start. Pass raw frames to ``update``.
 
     Args:
         frame_dim: width f of a frame.
@@ -66,9 +66,9 @@ class Discriminator(nn.Module):
     """Tells windows of reference motion from windows of the policy: +1 for the one, -1 for the other.
 
     A window is K frames of width f, flattened, oldest first. Frames are normalized by running statistics
-    (``FrameNorm``); then come layers with spectral norm and ReLU, and a linear output with spectral norm. In training
-    mode every forward pass is one power iteration and changes the singular vectors, which are buffers; ``score``
-    changes nothing in either mode.
+    (``FrameNorm``). Then come layers with spectral norm and ReLU, and a linear output with spectral norm. In training
+    mode every forward pass makes one power iteration, which changes the singular vectors; these are buffers. ``score``
+    changes nothing, in either mode.
 
     Args:
         frame_dim: width f of a frame.
@@ -155,8 +155,8 @@ class AMPReward(TensorDictModuleBase):
     "style_reward")``, and ``scale`` times it is added to ``("next", "reward")`` where ``("next", "amp_gate")`` is above
     0.5. Elsewhere the reward stays as it is, bit for bit.
 
-    Call it on a collected rollout before advantages are estimated, once; or give it to a collector as ``postproc``; or
-    append ``as_transform()`` to an environment, which scores step by step.
+    Use it in one of three ways: call it once on a collected rollout, before advantages are estimated; give it to a
+    collector as ``postproc``; or append ``as_transform()`` to an environment, which scores step by step.
 
     Args:
         discriminator: the ``Discriminator``.
@@ -257,8 +257,9 @@ class AMPReward(TensorDictModuleBase):
     def metrics(self, tensordict: TensorDictBase) -> dict[str, Tensor]:
         """What the style did in data that ``forward`` has seen, as scalars.
 
-        ``style_reward`` is its mean where the gate is open (NaN when it nowhere is), ``style_gate`` the share of steps
-        with an open gate, ``style_share`` the magnitude of what was added over that of task and style reward together.
+        - ``style_reward``: its mean where the gate is open; NaN when it is open nowhere.
+        - ``style_gate``: the share of steps with an open gate.
+        - ``style_share``: the mean magnitude of what was added, divided by that of the task reward plus its own.
         """
         window_key, gate_key, _ = self.in_keys
         reward, style = (tensordict.get(key) for key in self.out_keys)
@@ -286,7 +287,7 @@ class _StyleTransform(Transform):
         return next_tensordict.update(scored.select(self.reward_name, self.style_name))
 
     def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
-        # Rows that are not reset keep their own: TorchRL merges by row.
+        # Zeros for all rows: TorchRL takes only those of the rows that are reset.
         assert self.parent is not None
         return tensordict_reset.set(self.style_name, self.parent.full_reward_spec[self.reward_name].zero())
 
@@ -298,7 +299,7 @@ class _StyleTransform(Transform):
 
 
 class SaturationWatch:
-    """Warns, once, when a discriminator tells everything apart for many iterations, as one does that has saturated.
+    """Warns, once, when a discriminator is saturated: when it tells nearly all windows apart for many iterations.
 
     Args:
         limit: accuracy above which an iteration counts. Default 0.99.
@@ -318,7 +319,7 @@ class SaturationWatch:
     def __call__(self, accuracy: float) -> bool:
         """Takes the mean accuracy of an iteration; returns whether the discriminator is saturated.
 
-        NaN, of an iteration in which it took no step, is passed over.
+        NaN, from an iteration in which the discriminator took no step, is ignored.
         """
         if not math.isnan(accuracy):
             self._in_a_row = self._in_a_row + 1 if accuracy > self.limit else 0

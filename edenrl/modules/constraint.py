@@ -24,15 +24,16 @@ class TaskConstraint(nn.Module):
     lambda <- lambda + lambda_lr (alpha - ratio)
     ```
 
-    so that the next policy update uses the new weight. For positive returns the ratio is ``J_hat / J_star``; negative
-    ones are ordered rightly, too: -20 with -10 as the best is a ratio of 0.
+    so that the next policy update uses the new weight. For positive returns the ratio is ``J_hat / J_star``. It is
+    smaller for worse returns also when these are negative: -20 with -10 as the best gives 0.
 
-    During the first ``warmup_iters`` updates the weight is 1 and lambda rests; J_hat counts for J_star already. Before
-    the first episode has ended nothing changes. Returns that are NaN or infinite are left out of the mean; a window
-    without any other is skipped, and counted in ``skipped``.
+    During the first ``warmup_iters`` updates the weight is 1 and lambda does not change, but J_hat already counts for
+    J_star. Nothing changes before the first episode has ended. Returns that are NaN or infinite are left out of the
+    mean. A window without any finite return is skipped, and counted in ``skipped``.
 
-    J_star forgets: a policy that gives up its task slowly enough lowers its own bar. With the default window lambda
-    comes to rest only where style no longer pays for that; a window as long as the run compares with the best ever.
+    J_star covers its window only. A policy that gives up its task slowly enough therefore lowers the return that it is
+    compared with, and with the default window lambda settles only where giving up more no longer helps the style. A
+    window as long as the run compares with the best return ever.
 
     Everything that changes is in buffers: a checkpoint continues in the middle of a window. Processes that train
     together (``edenrl.distributed``) see the episodes of all, so every one of them must call ``update``.
@@ -99,7 +100,7 @@ class TaskConstraint(nn.Module):
         self.register_buffer("multiplier", torch.tensor(float(lambda_init)))
         for name in ("updates", "skipped", "episodes", "measured"):
             self.register_buffer(name, torch.zeros((), dtype=torch.int64))
-        # Newest last. Zero where nothing is, not NaN: what a checkpoint saves is finite.
+        # Newest last. Unused places hold zero and not NaN, so that a checkpoint holds finite numbers only.
         self.register_buffer("returns", torch.zeros(vg_window))
         self.register_buffer("finite", torch.zeros(vg_window, dtype=torch.bool))
         self.register_buffer("history", torch.zeros(vg_star_window))
@@ -123,7 +124,7 @@ class TaskConstraint(nn.Module):
 
     @property
     def ratio(self) -> Tensor:
-        """What is left of the best task return: 1 at the best, smaller below; NaN before the first episode."""
+        """The task return relative to the best one: 1 when it is the best, otherwise smaller; NaN at first."""
         best = self.task_return_best
         return 1.0 - (best - self.task_return) / (best.abs() + 1e-8)
 
@@ -139,7 +140,7 @@ class TaskConstraint(nn.Module):
 
     @torch.no_grad()
     def update(self, task_return: Tensor, done: Tensor) -> None:
-        """Takes the episodes that ended in a rollout, and the dual step.
+        """Takes in the episodes that ended in a rollout, then changes lambda by one step.
 
         Args:
             task_return: undiscounted task reward since the episode's start, ``[N, T, 1]``; read where ``done`` is set.
@@ -158,7 +159,7 @@ class TaskConstraint(nn.Module):
         known = finished.isfinite()
         for buffer, new in ((self.returns, finished.where(known, 0.0)), (self.finite, known)):
             buffer.copy_(torch.cat([buffer, new])[-len(buffer) :])
-        # One read of the host for an iteration.
+        # The only read of the device in an iteration.
         if not bool(self.finite.any()):
             self.skipped += self.episodes > 0
             return
@@ -174,7 +175,7 @@ class TaskConstraint(nn.Module):
         ended = task_return[envs, steps, 0]
         if not several_processes():
             return ended
-        # Their number differs between processes, so that they travel as objects.
+        # Exchanged as objects, because their number differs between processes.
         everyone: list[tuple[Tensor, Tensor]] = [None] * dist.get_world_size()  # type: ignore[list-item]
         dist.all_gather_object(everyone, (steps.cpu(), ended.cpu()))
         order = torch.cat([own for own, _ in everyone]).argsort(stable=True)

@@ -63,11 +63,11 @@ class DepthBackbone(nn.Module):
 
 
 class DepthEncoder(nn.Module):
-    """A recurrent encoder of depth images and proprioception; predicts what it cannot be told, where to turn.
+    """A recurrent encoder of depth images and proprioception, which also predicts the yaw angles to the way-points.
 
-    The image's latent and ``prop`` without its yaw slots go through linear layers of 128 and 32 (ELU between), one GRU
-    step, a linear layer and a tanh. The outputs are a latent that takes the place of a scan's, and the yaw angles to
-    the way-points, stretched by ``yaw_scale``.
+    The image's latent and ``prop``, with zeros in its yaw slots, go through linear layers of 128 and 32 (ELU between),
+    one GRU step, a linear layer and a tanh. The outputs are a latent that replaces the one of a scan, and the yaw
+    angles, which are the last outputs times ``yaw_scale``.
 
     Args:
         num_prop: width of ``prop``. Default 53.
@@ -135,24 +135,24 @@ class DepthEncoder(nn.Module):
 
 
 class DepthStudent(nn.Module):
-    """An actor copied from a teacher that sees a depth image where the teacher is given the ground.
+    """A copy of a teacher's actor that reads a depth image where the teacher reads a scan of the ground.
 
-    The encoder's latent replaces the scan latent, the history latent replaces the privileged one, and the estimator
-    predicts ``priv_explicit``: nothing privileged is read. Where the gate is above 0.5, the yaw slots of ``prop`` hold
-    the encoder's prediction, detached; they are zero in every frame of the history.
+    Nothing privileged is read: the encoder's latent replaces the scan latent, the history latent replaces the
+    privileged one, and the estimator predicts ``priv_explicit``. Where the gate is above 0.5, the yaw slots of ``prop``
+    hold the encoder's prediction, detached. In the frames of the history these slots are always zero.
 
-    The encoder runs on new images only; between them latent and yaw are held. ``see`` and ``act`` are the two halves
-    of a step, ``forward`` is both, see ``DepthPolicy``.
+    The encoder runs only when there is a new image; until the next one latent and yaw are held. ``see`` takes the
+    image, ``act`` gives the action, ``forward`` does both (see ``DepthPolicy``).
 
-    Backbone and history encoder of the actor learn; its other parts are frozen, because the losses do not reach them.
+    Of the actor, backbone and history encoder learn. Its other parts are frozen, because the losses do not reach them.
 
     Args:
         teacher: the actor to start from. It is copied.
         encoder: the depth encoder, for the same ``prop`` and with the width of the teacher's scan latent.
 
     Attributes:
-        updates: how many updates it has had, a buffer; count them with ``student.updates += 1``. In ``eval`` mode a
-            student without any refuses to act.
+        updates: a buffer with the number of updates; count each with ``student.updates += 1``. In ``eval`` mode a
+            student that was never updated refuses to act.
 
     Raises:
         ValueError: for a teacher without a scan, or one that the encoder does not fit.
@@ -191,7 +191,7 @@ class DepthStudent(nn.Module):
         self.register_buffer("updates", torch.zeros((), dtype=torch.int64))
 
     def start(self, batch: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The state an episode begins with, zeros: the GRU's, the latent and the yaw angles."""
+        """The state that an episode begins with: zeros for the GRU, the latent and the yaw angles."""
         hidden, slots = self.encoder.start(batch), self.encoder.yaw_slots
         return hidden, hidden.new_zeros(batch, self.encoder.latent), hidden.new_zeros(batch, slots[1] - slots[0])
 
@@ -210,7 +210,7 @@ class DepthStudent(nn.Module):
         slots = self.encoder.yaw_slots
         own = torch.where(gate > 0.5, yaw.detach(), prop[..., slots[0] : slots[1]])
         frames = history.unflatten(-1, (-1, self.encoder.num_prop))
-        # True angles in the frames would be an answer that a robot does not have.
+        # The frames hold the true angles, which a robot does not know.
         blind = _with_yaw(frames, slots).flatten(-2)
         loc: Tensor = self.actor(
             _with_yaw(prop, slots, own), history=blind, latent="history", estimated=True, scan_latent=latent
@@ -243,7 +243,7 @@ class DepthStudent(nn.Module):
         return self.act(prop, history, gate, latent, yaw), hidden, latent, yaw
 
     def export_module(self) -> nn.Module:
-        """The same without a branch, for the exporters."""
+        """The same network without a branch, because exporters cannot follow one: its encoder runs at every step."""
         return _Unconditional(self)
 
 
@@ -260,7 +260,7 @@ class _Unconditional(nn.Module):
 
 
 def _with_yaw(prop: Tensor, slots: tuple[int, int], yaw: Tensor | None = None) -> Tensor:
-    """``prop`` with other numbers in its yaw slots; None: zeros."""
+    """``prop`` with other numbers in its yaw slots: ``yaw``, or zeros."""
     start, stop = slots
     filling = torch.zeros_like(prop[..., start:stop]) if yaw is None else yaw
     return torch.cat([prop[..., :start], filling, prop[..., stop:]], -1)

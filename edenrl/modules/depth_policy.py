@@ -23,10 +23,12 @@ DEPTH_STATES = ("depth_hidden", "depth_latent", "depth_yaw")
 class DepthPolicy(TensorDictModule):
     """A ``DepthStudent`` as a TensorDict policy; its state is carried under ``DEPTH_STATES``.
 
-    Reads ``prop``, ``prop_history``, ``delta_yaw_ok`` (the gate), ``depth``, ``depth_new`` and the state; writes the
-    action mean under ``action`` and the next state. The environment needs what ``make_tensordict_primer`` returns
-    (``edenrl.training.evaluate_run`` appends it): the zeros that episodes begin with, and ``depth_new``, which says
-    when the image is new. A row that was reset between two images acts on a latent and yaw of zero until the next.
+    Reads ``prop``, ``prop_history``, ``delta_yaw_ok`` (the gate), ``depth``, ``depth_new`` and the state. Writes the
+    action mean under ``action``, and the next state.
+
+    The environment needs the transforms that ``make_tensordict_primer`` returns; ``edenrl.training.evaluate_run``
+    appends them. They publish the zeros that episodes begin with, and ``depth_new``, which says when the image is new.
+    A row that was reset between two images acts on a latent and yaw of zero until the next image.
 
     Args:
         student: the network.
@@ -60,7 +62,7 @@ class DepthPolicy(TensorDictModule):
         )
 
     def make_tensordict_primer(self) -> Compose:
-        """What an environment needs for this policy."""
+        """The transforms that an environment needs for this policy."""
         states = zip(DEPTH_STATES, self.module.start(1), strict=True)
         primers = {name: Unbounded(shape=state.shape[1:], device=state.device) for name, state in states}
         return Compose(DepthRefresh(self.update_interval), TensorDictPrimer(primers, expand_specs=True))
@@ -69,8 +71,8 @@ class DepthPolicy(TensorDictModule):
 class DepthRefresh(Transform):
     """Publishes ``depth_new`` ``[N, 1]``: 1 at the steps at which the environment's images are new, otherwise 0.
 
-    Images are new in all rows together, every ``interval`` steps since the whole batch was reset. The image that a row
-    gets when it alone is reset is not announced: it is seen when the next one is due.
+    Images are new in all rows together, every ``interval`` steps since the whole batch was reset. When one row alone is
+    reset, its first image is not announced: the policy sees one when the next is due for all.
 
     Args:
         interval: control steps between images; the environment must declare the same ``depth_interval``.
@@ -119,10 +121,10 @@ class DepthRefresh(Transform):
 
 
 def require_depth_interval(env: EnvBase, interval: int) -> None:
-    """Refuses an environment that does not declare ``depth_interval``, or another one than ``interval``.
+    """Refuses an environment unless it declares ``interval`` as its ``depth_interval``.
 
     Raises:
-        ValueError: naming both.
+        ValueError: naming what it declares, if anything.
     """
     while isinstance(env, TransformedEnv):
         env = env.base_env

@@ -22,13 +22,13 @@ __all__ = ["HIMActor", "HIMEstimator", "him_actor", "sinkhorn"]
 def sinkhorn(scores: Tensor, eps: float = 0.05, iterations: int = 3) -> Tensor:
     """Soft assignments of samples to prototypes that use all prototypes about equally.
 
-    Starts from ``exp(scores / eps)`` and, ``iterations`` times, scales every prototype to the same weight over the
-    batch and then every sample to weight 1. Works on logarithms, so that no score overflows. Without gradient.
+    Starts from ``exp(scores / eps)``. Each iteration scales every prototype to the same weight over the batch, then
+    every sample to weight 1. It works on logarithms, so that no score overflows, and without gradient.
 
     Args:
         scores: similarity of each sample to each prototype, ``[batch, prototypes]``.
-        eps: smaller is harder. Default 0.05.
-        iterations: Default 3.
+        eps: temperature; smaller values give assignments closer to 0 and 1. Default 0.05.
+        iterations: number of scalings. Default 3.
 
     Returns:
         ``[batch, prototypes]``; rows sum to 1, columns to about ``batch / prototypes``.
@@ -48,7 +48,9 @@ def sinkhorn(scores: Tensor, eps: float = 0.05, iterations: int = 3) -> Tensor:
 
 
 class HIMEstimator(nn.Module):
-    """Velocity and a unit-norm latent of a stack of frames, and the latent of what follows, which it should agree with.
+    """Estimates the velocity and a latent of unit norm from a stack of frames.
+
+    A second encoder gives the latent of the observation that follows, with which the first latent should agree.
 
     Args:
         layout: of the history and of the critic's observation.
@@ -56,8 +58,8 @@ class HIMEstimator(nn.Module):
         target_hidden: widths of the encoder of the next critic observation.
         latent_dim: width of the latent.
         num_prototypes: directions that latents are assigned to, see ``edenrl.objectives.HIMEstimatorLoss``.
-        target_skip_dim: leading entries of the next frame that its encoder does not see: the command, which no history
-            can foretell.
+        target_skip_dim: leading entries of the next frame that its encoder does not see. They hold the command, which
+            no history can predict.
         activation: as for ``GroupMLP``.
 
     Raises:
@@ -100,7 +102,7 @@ class HIMEstimator(nn.Module):
 
     def forward(self, history: Tensor) -> tuple[Tensor, Tensor]:
         """Velocity ``(*batch, 3)``, in the critic's scale, and latent ``(*batch, latent_dim)`` of a history."""
-        # One order for every environment: what was learned does not depend on how the stack is laid out.
+        # One order for every environment, so that the weights do not depend on the order in which it stacks.
         velocity, latent = self.encoder(self.layout.oldest_first(history)).split([VELOCITY, self.latent_dim], -1)
         return velocity, F.normalize(latent, dim=-1)
 
@@ -114,17 +116,18 @@ class HIMEstimator(nn.Module):
         return F.normalize(self.target_encoder(self.target_input(critic)), dim=-1)
 
     def unit_prototypes(self) -> Tensor:
-        """The prototypes, brought back to unit norm in place; gradients do not pass through the scaling."""
-        # Through .data: a second use before the backward of a first one is no error, it changes nothing.
+        """The prototypes, scaled back to unit norm in place. No gradient passes through the scaling."""
+        # Through .data, because autograd would refuse a change in place between a first use and its backward. A second
+        # call changes no value.
         self.prototypes.data.copy_(F.normalize(self.prototypes.data, dim=-1))
         return self.prototypes
 
 
 class HIMActor(nn.Module):
-    """Gaussian actor on the current frame and what an estimator makes of the history; returns ``(loc, scale)``.
+    """Gaussian actor on the current frame and an estimate from the history; returns ``(loc, scale)``.
 
-    The estimate enters without gradient: what trains the actor leaves the estimator alone. Only the encoder and the
-    actor's own layers are exported.
+    The estimate enters without gradient, so the losses of the actor do not train the estimator. Exports hold the
+    encoder and the actor's own layers only.
 
     Args:
         layout: of the history.

@@ -17,7 +17,7 @@ VELOCITY = 3
 """Entries of the linear velocity."""
 
 _ORDERS = ("oldest_first", "newest_first")
-# The frame of the actor may be noisy: by this share of its variance it may differ from the critic's.
+# Noise may make the actor's frame differ from the critic's, by this share of the variance of the critic's.
 _LARGEST_ERROR = 0.25
 
 
@@ -25,8 +25,8 @@ _LARGEST_ERROR = 0.25
 class HIMLayout:
     """Where the current frame stands in a stack of frames, and the true velocity in the critic's observation.
 
-    The history holds ``frames`` frames of width ``frame``, the critic's observation one frame and the linear velocity
-    of the trunk, 3 entries.
+    The history holds ``frames`` frames of width ``frame``. The critic's observation holds one frame and the linear
+    velocity of the trunk, 3 entries.
 
     Args:
         frame: width of a frame.
@@ -72,8 +72,9 @@ class HIMLayout:
         """The layout of an environment's groups.
 
         Args:
-            env: publishes both groups. ``env.history_layout`` says in which order it stacks, ``env.critic_layout``,
-                pairs of name and width, where the critic's ``"linear_velocity"`` stands (default: last).
+            env: publishes both groups. Its attribute ``history_layout`` is the order of the stack. Its attribute
+                ``critic_layout``, pairs of name and width, shows where the critic's ``"linear_velocity"`` stands;
+                without it the velocity is last.
             history: the group of stacked frames.
             critic: the group of one frame and the velocity.
             order: for an environment that does not declare it.
@@ -141,17 +142,18 @@ class HIMLayout:
 
     @torch.no_grad()
     def check(self, history: Tensor, critic: Tensor) -> bool:
-        """Raises if a rollout contradicts the layout: the current frame must be the critic's.
+        """Raises if a rollout contradicts the layout.
 
-        The actor's frame may be noisy. It must be the stack's closest one to the critic's, within a quarter of the
-        variance of the critic's.
+        The current frame of the stack must be closer to the critic's frame than any other. It may be noisy: their mean
+        squared difference may be up to a quarter of the variance of the critic's frame.
 
         Args:
             history: ``(*batch, frames * frame)``.
             critic: ``(*batch, frame + 3)``, of the same steps.
 
         Returns:
-            Whether the rollout could show it: not where every frame of a stack is the same, as right after a reset.
+            Whether the rollout proves anything. It does not where all frames of every stack are equal, as right after a
+            reset.
 
         Raises:
             ValueError: naming the frame that is closer, or the deviation.
@@ -178,6 +180,7 @@ class HIMLayout:
 
 
 def _velocity_start(env: EnvBase, critic: str, width: int) -> int | None:
+    """The first entry of the velocity, from the environment's ``critic_layout``; None where it declares none."""
     declared = getattr(env, "critic_layout", None)
     if declared is None:
         return None

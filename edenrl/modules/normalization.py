@@ -90,7 +90,7 @@ class RunningNorm(nn.Module):
                 f"RunningNorm refuses non-finite input: {len(bad)} value(s), the first in row {int(bad[0, 0])}, "
                 f"feature {bad[0, 1:].tolist()}. Fix the environment that produced it."
             )
-        # Of no rows both would be NaN; they still take part, because the other processes wait for this one.
+        # Mean and variance of no rows would be NaN. Such a batch still takes part, because other processes wait for it.
         own = rows if len(rows) else rows.new_zeros(1, *self.shape)
         count, mean, var = merge_moments(len(rows), own.mean(0), own.var(0, unbiased=False))
         if not count:
@@ -98,13 +98,13 @@ class RunningNorm(nn.Module):
         total = self.count + count
         share = count / total.double()
         delta = mean - self.mean
-        # Between-batch term: without it the merged variance would miss the shift of the mean.
+        # The last term is the spread between the two means, which is part of the merged variance.
         self.var.copy_(self.var + (var - self.var) * share + delta.square() * share * (1 - share))
         self.mean.copy_(self.mean + delta * share)
         self.count.copy_(total)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RunningNorm:
-        """Every cast and move of a module comes through here; a cast leaves the statistics as they are."""
+        """Keeps the statistics in float64: every cast and move of a module comes through here."""
         exact = self.mean, self.var
         super()._apply(fn, recurse)
         self.dtype = fn(torch.zeros((), dtype=self.dtype, device=exact[0].device)).dtype

@@ -16,7 +16,7 @@ __all__ = ["RMA_CHUNKS", "HistoryEncoder", "RMAActor"]
 RMA_CHUNKS = ("prop", "scan", "priv_explicit", "priv_latent", "history")
 """What an ``RMAActor`` reads, in the order of a flat observation."""
 
-# Frames -> (channels, kernel, stride) of each convolution; thirty numbers are left in every case.
+# Frames -> (channels, kernel, stride) of each convolution; every row ends with an output of thirty numbers.
 _CONVOLUTIONS = {
     10: ((20, 4, 2), (10, 2, 1)),
     20: ((20, 6, 2), (10, 4, 2)),
@@ -70,11 +70,12 @@ class HistoryEncoder(nn.Module):
 class RMAActor(nn.Module):
     """A Gaussian actor with a privileged latent, a history latent that imitates it, and an estimator.
 
-    The backbone reads ``prop``, a latent of ``scan``, ``priv_explicit`` and one of two latents of equal width: the
-    privileged encoder's of ``priv_latent``, which only simulation has, or the history encoder's of ``history``, the
-    last frames of ``prop``. The estimator predicts ``priv_explicit`` from ``prop``. A call chooses the latent, and
-    whether the prediction (detached) stands in for ``priv_explicit``: with ``latent="history"`` and ``estimated=True``
-    nothing privileged is read, which is what a robot runs.
+    The backbone reads ``prop``, a latent of ``scan``, ``priv_explicit`` and one of two latents of equal width. The
+    privileged encoder makes one from ``priv_latent``, which only a simulation has. The history encoder makes the other
+    from ``history``, the last frames of ``prop``. The estimator predicts ``priv_explicit`` from ``prop``.
+
+    Each call chooses the latent, and whether the prediction (detached) replaces ``priv_explicit``. With
+    ``latent="history"`` and ``estimated=True`` nothing privileged is read: a robot runs the actor so.
 
     Encoders have ELU after every layer; the scan encoder ends in a tanh, backbone and estimator are linear at the end.
     Observations are not normalized: they are expected to carry fixed scales.
@@ -84,8 +85,8 @@ class RMAActor(nn.Module):
             history=530)``. ``scan`` may be 0 or left out; ``history`` is 10, 20 or 50 times ``prop``.
         num_actions: number of actions.
         hidden: hidden widths of the backbone.
-        scan_hidden: widths of the scan encoder, the last one of its latent.
-        priv_hidden: widths of the privileged encoder, the last one of both latents.
+        scan_hidden: widths of the scan encoder; the last one is the width of its latent.
+        priv_hidden: widths of the privileged encoder; the last one is the width of both latents.
         estimator_hidden: hidden widths of the estimator.
         tanh: whether a tanh bounds the action mean.
         init_std: standard deviation of the action noise at the start.

@@ -17,14 +17,14 @@ __all__ = ["RMAComposition", "rma_composition", "rma_policy"]
 
 
 class RMAComposition(nn.Module):
-    """One way of running an ``RMAActor``, and where in a TensorDict its chunks are; all weights are the actor's.
+    """One way of running an ``RMAActor``, and the keys under which its chunks are found. All weights are the actor's.
 
-    Made by ``rma_policy``. Its inputs are the entries of ``in_keys``.
+    ``rma_policy`` makes it. Its inputs are the entries of ``in_keys``.
 
     Args:
         actor: the actor.
         keys: the key of every chunk, or one key that holds all of them, laid out as ``RMA_CHUNKS``.
-        latent: "privileged", "history", or "switched": one of the two, as ``use_history`` says.
+        latent: "privileged", "history", or "switched". The latter is one of the two, which ``use_history`` chooses.
         estimated: whether the estimator's prediction replaces ``priv_explicit``.
 
     Raises:
@@ -69,7 +69,7 @@ class RMAComposition(nn.Module):
         unread = {"privileged": {"history"}, "history": {"priv_latent"}, "switched": set()}[latent]
         self.reads = [name for name in present if name not in unread | ({"priv_explicit"} if estimated else set())]
         if latent == "switched":
-            # A buffer: copies of the policy in other processes follow it as they follow the weights.
+            # A buffer, so that copies of the policy in other processes receive it together with the weights.
             self.register_buffer("switch", torch.tensor(False))
 
     @property
@@ -80,7 +80,7 @@ class RMAComposition(nn.Module):
 
     @property
     def source(self) -> dict[str, NestedKey] | NestedKey:
-        """Where the chunks are, as ``keys`` were given: by chunk, or the one key of all."""
+        """The keys of the chunks, or the one key that holds all of them."""
         return self.keys if self.flat is None else self.flat
 
     @property

@@ -91,13 +91,16 @@ class SignedPermutation(nn.Module):
 class MirrorAugmentation:
     """Doubles a batch of transitions by their mirror images, for tasks that are symmetric.
 
-    A mirrored transition has the mirrored observations (also under ``"next"``) and the mirrored action; reward, flags,
-    advantage, value and log-probability are those of the original. It is what the mirrored policy would have collected,
-    so that the probability ratio weighs each mirrored action by how likely the policy is to take it there. With
-    ``log_prob="mirrored"`` it is that of the policy at the mirrored observation instead: the ratio is 1 there, also for
-    actions that the policy would hardly take, which destroys the update of a policy that is far from symmetric.
-    ``loc`` and ``scale`` are the policy's own at the mirrored observation: their KL divergence from the policy that is
-    optimized measures how far it has moved, and not how asymmetric it was.
+    A mirrored transition has the mirrored observations (also under ``"next"``) and the mirrored action. Reward, flags,
+    advantage, value and log-probability are those of the original: it is what the mirrored policy would have collected.
+    The probability ratio then weighs each mirrored action by how likely the policy is to take it there.
+
+    With ``log_prob="mirrored"`` the log-probability is that of the policy at the mirrored observation instead. The
+    ratio then starts at 1, also for actions that the policy would hardly take. That destroys the update of a policy
+    that is far from symmetric.
+
+    ``loc`` and ``scale`` are those of the policy at the mirrored observation. Their KL divergence from the policy that
+    is optimized therefore measures how far that one has moved, and not how asymmetric it was.
 
     Doubled before the advantages are estimated, a rollout ``[N, T]`` becomes ``[2N, T]`` and its mirror image gets
     values and returns of its own; doubled afterwards, it shares those of the original.
