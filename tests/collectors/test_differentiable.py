@@ -46,6 +46,13 @@ def test_golden_clipping(golden, case):
         torch.testing.assert_close(
             metrics[f"adjoint_{ours}"], golden[f"clip.{case}.metrics.{theirs}"], rtol=1e-5, atol=0
         )
+    stats = golden.under(f"clip.{case}.stats.")
+    torch.testing.assert_close(metrics["adjoint_norm_max"], stats["norm_max"], rtol=1e-5, atol=0)
+    total = metrics["adjoint_norm_mean"] * stats["finite_rows"]
+    torch.testing.assert_close(total, stats["norm_sum"], rtol=1e-5, atol=0)
+    for name in ("clipped", "nonfinite"):
+        share = metrics[f"adjoint_{name}_rows"] / metrics["adjoint_rows"]
+        torch.testing.assert_close(share, golden[f"clip.{case}.metrics.{name}_fraction"])
 
 
 def test_golden_counts_add_up_over_calls(golden):

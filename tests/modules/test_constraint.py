@@ -58,6 +58,22 @@ def test_the_published_controller(golden, sequence):
     assert not rest
 
 
+def test_the_published_task_returns(golden):
+    """Every finished episode counts once, with the sum of its task rewards; what runs on does not."""
+    sums, running = [], torch.zeros(golden["rg"].shape[1])
+    for reward, done in zip(golden["rg"], golden["dones"], strict=True):
+        running = running + reward
+        sums.append(running)
+        running = torch.where(done, 0.0, running)
+    torch.testing.assert_close(running, golden["unfinished_task_sums"], rtol=1e-5, atol=1e-5)
+    finished = golden["finished_task_returns"]
+    for window in (1, len(finished)):
+        constraint = TaskConstraint(vg_window=window)
+        constraint.update(torch.stack(sums, 1).unsqueeze(-1), golden["dones"].T.unsqueeze(-1))
+        expected = finished[-window:].mean()
+        torch.testing.assert_close(constraint.task_return.float(), expected, rtol=1e-5, atol=1e-5)
+
+
 # Each row: finished returns, then J_hat, J_star, ratio and lambda after the update; alpha 0.9, lambda_lr 0.05.
 TABLES = {
     "no episode yet, then the field case: ratio 0.5 from lambda 0 gives 0.02": (

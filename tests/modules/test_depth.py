@@ -62,9 +62,15 @@ def test_backbone_reproduces_the_reference(golden, reference):
 
 def test_encoder_reproduces_the_reference_over_three_images(golden, reference):
     count, rows = golden["prop_raw"].shape[:2]
-    hidden = reference.start(rows)
+    hidden, seen = reference.start(rows), {}
+    reference.combine.register_forward_hook(lambda _, given, out: seen.update(given=given[0], combined=out))
+    reference.out.register_forward_hook(lambda _, __, out: seen.update(output=out))
     for step in range(count):
         latent, yaw, hidden = reference(golden["images"][step], golden["prop_raw"][step], hidden)
+        proprioception = golden["prop_in"][step]
+        assert torch.equal(seen["given"][:, -proprioception.shape[-1] :], proprioception)
+        for name in ("combined", "output"):
+            torch.testing.assert_close(seen[name], golden[name][step], **CLOSE)
         torch.testing.assert_close(hidden, golden["hidden"][step], **CLOSE)
         torch.testing.assert_close(latent, golden["depth_latent"][step], **CLOSE)
         torch.testing.assert_close(yaw, golden["yaw_pred"][step], **CLOSE)

@@ -22,6 +22,7 @@ from edenrl.modules import (
     project_unit_norms_,
     unit_norm_hook,
 )
+from edenrl.objectives.flashsac import squashed_sample
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from flashsac_golden import ACTOR_HEAD, CRITIC_HEAD, LAYER, assert_after, build  # noqa: E402
@@ -68,6 +69,11 @@ def test_networks_are_the_published_ones(golden, batch_stats, side_by_side, monk
     loc, scale = actor(golden["obs"], batch_stats=batch_stats)
     assert_close(loc, golden[f"actor_{mode}.mean"], **OUTPUT)
     assert_close(scale, golden[f"actor_{mode}.std"], **OUTPUT)
+    drawn = golden["noise"]
+    action, log_prob = squashed_sample(loc, scale, drawn)
+    assert_close(loc + scale * drawn, golden[f"actor_{mode}.raw_action"], **OUTPUT)
+    assert_close(action, golden[f"actor_{mode}.action"], **OUTPUT)
+    assert_close(log_prob, golden[f"actor_{mode}.log_prob"], rtol=1e-4, atol=1e-4)
     value, log_prob = critic(golden["obs"], golden["critic_action"], batch_stats=batch_stats)
     assert_close(value, golden[f"critic_{mode}.q"].t(), **OUTPUT)
     assert_close(log_prob, golden[f"critic_{mode}.log_prob"].transpose(0, 1), **OUTPUT)

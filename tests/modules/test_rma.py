@@ -89,6 +89,15 @@ def test_means_of_all_compositions_equal_the_published_ones(golden, expected, op
     torch.testing.assert_close(separate(td)["loc"], golden[expected], **CLOSE)
 
 
+def test_estimates_take_the_place_of_the_true_entries(golden):
+    actor = reference_actor(golden)
+    estimated, prop = golden["obs_estimated"], golden["obs"][:, : actor.widths["prop"]]
+    torch.testing.assert_close(chunks_of(estimated, actor.widths)["priv_explicit"], actor.estimator(prop), **CLOSE)
+    for expected, latent in (("mean_estimated_priv", "privileged"), ("mean_estimated_hist", "history")):
+        loc, _ = actor(**chunks_of(estimated, actor.widths), latent=latent)
+        torch.testing.assert_close(loc, golden[expected], **CLOSE)
+
+
 def test_a_scan_latent_from_elsewhere(golden):
     actor = reference_actor(golden)
     chunks = chunks_of(golden["obs"], actor.widths)

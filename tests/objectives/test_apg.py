@@ -1,5 +1,7 @@
 """APGLoss on rollouts of DifferentiableCollector: published numbers, numbers by hand, finite differences."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -81,10 +83,10 @@ def collect(env, actor, steps, **kwargs):
     return DifferentiableCollector(env, actor, steps, exploration_type=ExplorationType.DETERMINISTIC, **kwargs)
 
 
-def integrator(state, action):
+def integrator(state, action, dt):
     a = action.tanh()
-    v = state[:, 2:] + 0.1 * a
-    p = state[:, :2] + 0.1 * v
+    v = state[:, 2:] + dt * a
+    p = state[:, :2] + dt * v
     cost = p.square().sum(-1) + 0.1 * v.square().sum(-1) + 0.01 * a.square().sum(-1)
     return torch.cat([p, v], -1), -cost.unsqueeze(-1)
 
@@ -99,12 +101,14 @@ def golden_actor(golden):
 
 
 def golden_env(golden):
-    return Scripted(golden["initial_state"], integrator, 2, golden["dones"], golden["reset_state"])
+    dynamics = partial(integrator, dt=golden["dt"])
+    actions = golden["pre_squash_actions"].shape[-1]
+    return Scripted(golden["initial_state"], dynamics, actions, golden["dones"], golden["reset_state"])
 
 
 def golden_gradient(golden, actor, case, collector, segments=1, **loss_options):
     """Accumulates the update's gradient, compares it, and returns the segments and the loss of each."""
-    loss = APGLoss(actor, gamma=0.95, **loss_options)
+    loss = APGLoss(actor, gamma=float(golden["gamma"]), **loss_options)
     kept, losses = [], []
     for segment in collector.update(segments):
         if case == "complete_scaled":
@@ -120,18 +124,22 @@ def golden_gradient(golden, actor, case, collector, segments=1, **loss_options):
 
 
 def test_golden_rollout_is_reproduced(golden, golden_actor):
-    (data,), _ = golden_gradient(golden, golden_actor, "one_segment", collect(golden_env(golden), golden_actor, 10))
+    collector = collect(golden_env(golden), golden_actor, len(golden["rewards"]))
+    (data,), _ = golden_gradient(golden, golden_actor, "one_segment", collector)
     for key, name in (("observation", "observations"), ("action", "pre_squash_actions")):
         torch.testing.assert_close(data[key].transpose(0, 1), golden[name], **RETURNS)
     torch.testing.assert_close(data["next", "reward"].squeeze(-1).T, golden["rewards"], **RETURNS)
+    torch.testing.assert_close(data["action"].tanh().transpose(0, 1), golden["accelerations"], **RETURNS)
     assert torch.equal(data["next", "done"].squeeze(-1).T, golden["dones"])
+    last = torch.where(golden["dones"][-1, :, None], golden["reset_state"][-1], data["next", "observation"][:, -1])
+    torch.testing.assert_close(last, golden["final_observation"], **RETURNS)
 
 
 @pytest.mark.parametrize(
     ("case", "mode"), [("one_segment", "segment"), ("complete", "complete"), ("complete_scaled", "complete")]
 )
 def test_golden_returns_and_gradients(golden, golden_actor, case, mode):
-    collector = collect(golden_env(golden), golden_actor, 10)
+    collector = collect(golden_env(golden), golden_actor, len(golden["rewards"]))
     (data,), (out,) = golden_gradient(golden, golden_actor, case, collector, mode=mode)
     expected = {"one_segment": "segmented", "complete": "complete", "complete_scaled": "complete_scaled"}[case]
     torch.testing.assert_close(out["loss_objective"], golden[f"loss.{expected}"], **RETURNS)
@@ -140,7 +148,8 @@ def test_golden_returns_and_gradients(golden, golden_actor, case, mode):
     torch.testing.assert_close(out["alive_fraction"], alive)
     if case != "complete_scaled":
         with torch.no_grad():
-            rows = APGLoss(golden_actor, gamma=0.95, mode=mode, reduction="none")(data)["loss_objective"]
+            loss = APGLoss(golden_actor, gamma=float(golden["gamma"]), mode=mode, reduction="none")
+            rows = loss(data)["loss_objective"]
         torch.testing.assert_close(-rows, golden[f"{expected}_return"], **RETURNS)
 
 
@@ -149,14 +158,17 @@ def test_golden_segments_carry_the_discount_and_cut_the_gradient(golden, golden_
     segments, losses = golden_gradient(golden, golden_actor, "two_segments", collector, segments=2)
     each = torch.stack([out["loss_objective"] for out in losses])
     torch.testing.assert_close(each, golden["loss.two_segments"], **RETURNS)
-    torch.testing.assert_close(each.sum(), golden["loss.segmented"], **RETURNS)
+    for name in ("loss.two_segments_total", "loss.segmented"):
+        torch.testing.assert_close(each.sum(), golden[name], **RETURNS)
     # The discount after the first segment is the one the second starts with.
-    started = 0.95 ** segments[1]["elapsed"][:, 0, 0].float()
+    started = golden["gamma"] ** segments[1]["elapsed"][:, 0, 0].float()
     torch.testing.assert_close(started, golden["two_segments.discount_after"][0], **RETURNS)
 
 
 def test_golden_adjoint_clipping_within_a_rollout(golden, golden_actor):
-    collector = collect(golden_env(golden), golden_actor, 10, action_adjoint_max_norm=0.05)
+    limit = float(golden["adjoint_clip.max_norm"])
+    steps = len(golden["rewards"])
+    collector = collect(golden_env(golden), golden_actor, steps, action_adjoint_max_norm=limit)
     golden_gradient(golden, golden_actor, "one_segment_adjoint_clip", collector)
     metrics = collector.metrics()
     expected = golden.under("adjoint_clip.")

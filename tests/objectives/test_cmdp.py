@@ -96,6 +96,9 @@ def test_published_mixture_and_losses(golden):
     torch.testing.assert_close(out["task_weight"], golden["batch_w_task"], **CLOSE)
     torch.testing.assert_close(out["loss_objective"], golden["loss_surrogate"], **CLOSE)
     torch.testing.assert_close(out["loss_critic"], golden["loss_value"], **CLOSE)
+    loss.reduction = "none"
+    mixed = -loss(batch.set("action_log_prob", base))["loss_objective"]  # a ratio of 1
+    torch.testing.assert_close(mixed, golden["batch_mixed_advantage"], **CLOSE)
 
 
 def build(cls=CMDPLoss, num_values=2, dtype=torch.float32, seed=0, **kwargs):

@@ -11,8 +11,8 @@ from tensordict import TensorDict
 from torch.testing import assert_close
 from torchrl.data import Bounded
 
-from edenrl.modules import flash_actor, flash_critic, unit_norm_hook
-from edenrl.objectives import FlashSACLoss
+from edenrl.modules import FlashCritic, flash_actor, flash_critic, unit_norm_hook
+from edenrl.objectives import FlashSACLoss, flashsac
 from edenrl.objectives.flashsac import project_distribution, squashed_sample
 from edenrl.optim import GradientStep
 
@@ -22,6 +22,7 @@ from flashsac_golden import ACTOR_HEAD, CRITIC_HEAD, assert_after, build, load, 
 GOLDEN = "flashsac_update"
 FORWARD = dict(rtol=1e-4, atol=1e-5)
 LOG_PROB = dict(rtol=1e-4, atol=1e-4)
+MEAN = dict(rtol=1e-6, atol=1e-7)  # of log-probabilities, whose errors cancel
 GRADIENT = dict(rtol=1e-3, atol=1e-5)
 
 
@@ -54,6 +55,18 @@ def noise(monkeypatch, *values):
     monkeypatch.setattr(FlashSACLoss, "_noise", staticmethod(lambda like: queue.pop(0)))
 
 
+def watch(monkeypatch, owner, name):
+    """What a function is given and returns from now on, call by call."""
+    calls, original = [], getattr(owner, name)
+
+    def watched(*args, **kwargs):
+        calls.append((args, original(*args, **kwargs)))
+        return calls[-1][1]
+
+    monkeypatch.setattr(owner, name, watched)
+    return calls
+
+
 def gradients_are(golden, net, prefix, head):
     named, published = dict(net.named_parameters()), golden.under(prefix)
     assert len(published) == len(named)
@@ -64,9 +77,13 @@ def gradients_are(golden, net, prefix, head):
 def test_actor_step_is_the_published_one(golden, loss, batch, monkeypatch):
     noise(monkeypatch, golden["noise_actor"])
     critic_before = copy.deepcopy(loss.critic_network.state_dict())
+    samples = watch(monkeypatch, flashsac, "squashed_sample")
     out = loss.actor_loss(batch)
+    ((_, (action, log_prob)),) = samples
+    assert_close(action, golden["actor_step.action"], **FORWARD)
+    assert_close(log_prob, golden["actor_step.log_prob"], **LOG_PROB)
     assert_close(out["loss_actor"], golden["actor_step.loss"], **FORWARD)
-    assert_close(out["entropy"], golden["actor_step.entropy"], **LOG_PROB)
+    assert_close(out["entropy"], golden["actor_step.entropy"], **MEAN)
     assert_close(out["log_prob"], golden["actor_step.log_prob"][: len(batch)], **LOG_PROB)
     assert_close(out["q_value"], golden["actor_step.q"].amin(0).mean(), **FORWARD)
     out["loss_actor"].backward()
@@ -78,14 +95,31 @@ def test_actor_step_is_the_published_one(golden, loss, batch, monkeypatch):
     temperature = loss.temperature_loss(batch, out["log_prob"])["loss_temperature"]
     temperature.backward()
     assert_close(torch.tensor(loss.target_entropy), golden["target_entropy"])
-    assert_close(temperature, golden["temperature_step.loss"], **LOG_PROB)
-    assert_close(loss.log_alpha.grad, golden["temperature_step.grad"], **LOG_PROB)
+    assert_close(temperature, golden["temperature_step.loss"], **MEAN)
+    assert_close(loss.log_alpha.grad, golden["temperature_step.grad"], **MEAN)
 
 
 def test_critic_step_is_the_published_one(golden, loss, batch, monkeypatch):
     noise(monkeypatch, golden["noise_next"])
     actor_before = copy.deepcopy(loss.actor_network.state_dict())
+    samples = watch(monkeypatch, flashsac, "squashed_sample")
+    logits = watch(monkeypatch, FlashCritic, "logits")
+    projections = watch(monkeypatch, flashsac, "project_distribution")
     out = loss.critic_loss(batch)
+    ((_, (action, log_prob)),) = samples
+    assert_close(action, golden["critic_step.next_action"], **FORWARD)
+    assert_close(log_prob, golden["critic_step.next_log_prob"], **LOG_PROB)
+    later, now = (found.log_softmax(-1) for _, found in logits)
+    value = loss.target_critic.module.value(later)
+    assert_close(value.t(), golden["critic_step.next_q"], **FORWARD)
+    assert torch.equal(value.argmin(-1), golden["critic_step.min_index"])
+    assert_close(now.transpose(0, 1), golden["critic_step.pred_log_prob"], **FORWARD)
+    (((probs, places, atoms), target),) = projections
+    assert_close(probs.log(), golden["critic_step.selected_log_prob"], **FORWARD)
+    assert_close(target, golden["critic_step.target_probs"], **FORWARD)
+    runs_on, soft = 1.0 - golden["terminated"].float(), golden["log_temp"].exp() * golden["critic_step.next_log_prob"]
+    expected = golden["reward"][:, None] + golden["gamma_n"] * runs_on[:, None] * (atoms - soft[:, None])
+    assert_close(places, expected, **FORWARD)
     assert_close(out["loss_critic"], golden["critic_step.loss"], **FORWARD)
     out["loss_critic"].backward()
     gradients_are(golden, loss.critic_network.module, "critic_step.grad.", CRITIC_HEAD)

@@ -164,9 +164,17 @@ def test_on_data_with_its_mirror_the_gradient_is_twice_the_published_one(golden:
     """There it does not matter that the published gradient holds M mu(o) constant, up to the factor."""
     net, actor, critic = networks(golden)
     mirrors = golden_mirrors(golden)
+
+    def held(o: Tensor) -> Tensor:
+        return (net(mirrors["history"](o))[0] - mirrors["action"](net(o)[0]).detach()).square().sum(-1).mean()
+
+    (golden["cfg_mirror_scale"] * held(golden["obs_history"])).backward()
+    for i, layer in enumerate(layers(net.actor.mlp)):
+        prefix = f"grad_mirror_actor_targetdetached_actor{i}"
+        torch.testing.assert_close(layer.weight.grad, golden[f"{prefix}_weight"], **GRADIENT)
+        torch.testing.assert_close(layer.bias.grad, golden[f"{prefix}_bias"], **GRADIENT)
     o = torch.cat([golden["obs_history"], mirrors["history"](golden["obs_history"])])
-    held = (net(mirrors["history"](o))[0] - mirrors["action"](net(o)[0]).detach()).square().sum(-1).mean()
-    expected = torch.autograd.grad(2 * held, list(net.actor.mlp.parameters()))
+    expected = torch.autograd.grad(2 * held(o), list(net.actor.mlp.parameters()))
     data = TensorDict(history=o, critic=golden["critic_obs"].repeat(2, 1), batch_size=[len(o)])
     with torch.no_grad():
         data = critic(actor(data))
