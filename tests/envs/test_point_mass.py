@@ -8,7 +8,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 from torchrl.collectors import Collector
-from torchrl.envs.utils import RandomPolicy, check_env_specs
+from torchrl.envs.utils import RandomPolicy
 
 from edenrl.envs import PointMass
 
@@ -53,11 +53,6 @@ def place(env: PointMass, **values: Any) -> TensorDict:
 @pytest.fixture
 def env() -> PointMass:
     return PointMass(4, seed=0, dtype=torch.float64)
-
-
-@pytest.mark.parametrize("num_envs", [1, 5])
-def test_specs(num_envs: int) -> None:
-    check_env_specs(PointMass(num_envs, seed=0))
 
 
 def test_matches_reference_past_ends_and_partial_resets() -> None:
@@ -163,24 +158,6 @@ def test_obstacles_are_clear_even_when_every_candidate_is_not(monkeypatch: pytes
     assert distance.min() >= 0.25 and o[:, 8:12].abs().max() <= 1.0
 
 
-def test_seeding() -> None:
-    def run(seed: int) -> torch.Tensor:
-        env = PointMass(3, max_steps=5)
-        env.set_seed(seed)
-        torch.manual_seed(0)
-        return env.rollout(20, break_when_any_done=False)["next", "observation"]
-
-    assert torch.equal(run(7), run(7))
-    assert not torch.equal(run(7), run(8))
-    assert torch.equal(PointMass(3, seed=7).reset()["observation"], run_first(7))
-
-
-def run_first(seed: int) -> torch.Tensor:
-    env = PointMass(3)
-    env.set_seed(seed)
-    return env.reset()["observation"]
-
-
 @pytest.mark.parametrize("horizon", [1, 5, 20])
 def test_gradient_matches_finite_differences(horizon: int) -> None:
     def total(gain: torch.Tensor) -> torch.Tensor:
@@ -208,29 +185,6 @@ def test_gradient_matches_finite_differences(horizon: int) -> None:
     assert abs(gradient.item()) > 1e-4
 
 
-def test_a_reset_row_and_a_detached_state_carry_no_gradient(env: PointMass) -> None:
-    first = torch.zeros(4, 2, dtype=torch.float64, requires_grad=True)
-    data = env.step(env.reset().set("action", first))["next"].exclude("reward")
-    mask = torch.tensor([[False], [True], [False], [False]])
-    root = env.reset(data.set("_reset", mask))
-    second = torch.zeros(4, 2, dtype=torch.float64, requires_grad=True)
-    reward = env.step(root.set("action", second))["next", "reward"]
-    (gradient,) = torch.autograd.grad(reward.sum(), first)
-    assert (gradient[1] == 0).all()
-    assert (gradient[[0, 2, 3]].abs().sum(-1) > 0).all()
-
-    before = env.get_extra_state()
-    root = env.detach_state()
-    after = env.get_extra_state()
-    assert torch.equal(before["generator"], after["generator"])
-    assert all(torch.equal(before["state"][k], after["state"][k]) for k in before["state"])
-    assert not root["observation"].requires_grad
-    third = torch.zeros(4, 2, dtype=torch.float64, requires_grad=True)
-    reward = env.step(root.set("action", third))["next", "reward"]
-    gradients = torch.autograd.grad(reward.sum(), [first, second, third], allow_unused=True)
-    assert [g is None for g in gradients] == [True, True, False]
-
-
 def test_state_made_in_inference_mode_can_enter_autograd_after_detach(env: PointMass) -> None:
     with torch.inference_mode():
         env.reset()
@@ -247,47 +201,6 @@ def test_gradient_is_finite_on_the_goal() -> None:
     assert action.grad is not None and action.grad.isfinite().all()
 
 
-def test_outputs_are_fresh(env: PointMass) -> None:
-    kept, copies = [], []
-    data = env.reset()
-    for _ in range(4):
-        data, root = env.step_and_maybe_reset(data.set("action", env.action_spec.rand()))
-        kept.append(data)
-        copies.append(data.clone())
-        data = root
-    assert all((a == b).all() for a, b in zip(kept, copies, strict=True))
-    # Writing into what was returned does not reach the environment.
-    state = env.get_extra_state()["state"]
-    for leaf in data.values(True, True):
-        leaf.zero_()
-    for leaf in kept[-1].values(True, True):
-        leaf.zero_()
-    assert all(torch.equal(state[k], v) for k, v in env.get_extra_state()["state"].items())
-
-
-def test_state_dict_resumes_bit_for_bit() -> None:
-    actions = torch.rand(60, 3, 2) * 2 - 1
-    env = PointMass(3, seed=0, max_steps=7)
-
-    def run(env: PointMass, data: TensorDict, actions: torch.Tensor) -> tuple[torch.Tensor, TensorDict]:
-        out = []
-        for action in actions:
-            data, root = env.step_and_maybe_reset(data.set("action", action))
-            out.append(torch.cat([data["next", "observation"], data["next", "reward"]], -1))
-            data = root
-        return torch.stack(out), data
-
-    _, data = run(env, env.reset(), actions[:30])
-    saved, root = env.state_dict(), data.clone()
-    expected, _ = run(env, data, actions[30:])
-    fresh = PointMass(3, seed=99, max_steps=7)
-    fresh.load_state_dict(saved)
-    got, _ = run(fresh, root, actions[30:])
-    assert torch.equal(got, expected)
-    with pytest.raises(ValueError, match="num_envs=2"):
-        PointMass(2).load_state_dict(saved)
-
-
 def test_metrics_survive_the_collector() -> None:
     env = PointMass(2, seed=0)
     collector = Collector(env, RandomPolicy(env.action_spec), frames_per_batch=20, total_frames=20)
@@ -296,9 +209,3 @@ def test_metrics_survive_the_collector() -> None:
         assert (data["metrics", "path_length"][:, 0] == 0).all()
         assert (data["next", "metrics", "path_length"][:, -1] > 0).all()
     collector.shutdown()
-
-
-@pytest.mark.parametrize("arguments", [{"num_envs": 0}, {"num_envs": 2, "max_steps": 0}])
-def test_refuses_sizes_below_one(arguments: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="at least 1"):
-        PointMass(**arguments)

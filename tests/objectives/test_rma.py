@@ -121,15 +121,6 @@ def test_the_ramp_equals_the_published_one(golden):
 
 # Which parameters a loss reaches --------------------------------------------------------------------------------------
 
-REACHES = {
-    "loss_objective": ["policy"],
-    "loss_entropy": ["policy"],
-    "loss_critic": ["critic"],
-    "loss_estimator": ["estimator"],
-    "loss_priv_reg": ["policy"],
-}
-
-
 @pytest.mark.parametrize("functional", [True, False])
 @pytest.mark.parametrize("flat", [True, False])
 @pytest.mark.parametrize("history", [True, False])
