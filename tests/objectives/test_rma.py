@@ -121,6 +121,7 @@ def test_the_ramp_equals_the_published_one(golden):
 
 # Which parameters a loss reaches --------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("functional", [True, False])
 @pytest.mark.parametrize("flat", [True, False])
 @pytest.mark.parametrize("history", [True, False])
