@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -9,16 +9,6 @@ import torch
 from tensordict import TensorDict
 
 from edenrl.envs import CartPoleSwingUp
-
-
-def place(env: CartPoleSwingUp, **values: Any) -> TensorDict:
-    """Reset, then overwrite parts of the state."""
-    env.reset()
-    extra = env.get_extra_state()
-    for name, value in values.items():
-        extra["state"][name] = torch.tensor(value, dtype=torch.float64).reshape(extra["state"][name].shape)
-    env.set_extra_state(extra)
-    return env.detach_state()
 
 
 def accelerations(x_dot: float, theta: float, theta_dot: float, force: float) -> tuple[float, float]:
@@ -62,7 +52,7 @@ def test_matches_the_equations_of_motion_past_ends_and_partial_resets() -> None:
     assert ends == 12  # rows 0 and 2 at steps 9, 18, 27 and 36; row 1 at 5, 14, 23 and 32
 
 
-def test_without_a_force_energy_is_kept() -> None:
+def test_without_a_force_energy_is_kept(place: Callable[..., TensorDict]) -> None:
     env = CartPoleSwingUp(1, dtype=torch.float64, max_steps=1000)
     root = place(env, x=[[0.0]], x_dot=[[0.0]], theta=[[2.0]], theta_dot=[[0.0]])
     energies = []
@@ -74,7 +64,7 @@ def test_without_a_force_energy_is_kept() -> None:
     assert max(energies) - min(energies) < 0.02 * 0.05 * 9.8 * 2 * 3  # of the 0.98 J between hanging and upright
 
 
-def test_upright_is_measured() -> None:
+def test_upright_is_measured(place: Callable[..., TensorDict]) -> None:
     env = CartPoleSwingUp(2, dtype=torch.float64, max_steps=300)
     root = place(env, x=[[0.0]] * 2, x_dot=[[0.0]] * 2, theta=[[0.0], [math.pi]], theta_dot=[[0.0]] * 2)
     for _ in range(99):

@@ -10,18 +10,8 @@ from edenrl.envs import HiddenPointMass
 DT = 0.05
 
 
-def place(env, **values):
-    """Resets, then overwrites parts of the state, the same in every row."""
-    env.reset()
-    extra = env.get_extra_state()
-    for name, value in values.items():
-        extra["state"][name] = torch.as_tensor(value, dtype=extra["state"][name].dtype).expand_as(extra["state"][name])
-    env.set_extra_state(extra)
-    return env.detach_state()
-
-
 @pytest.mark.parametrize("delay", [0, 2, 6])
-def test_a_delayed_action_moves_the_point_as_the_formulas_say(delay):
+def test_a_delayed_action_moves_the_point_as_the_formulas_say(place, delay):
     env = HiddenPointMass(2, seed=0, dtype=torch.float64)
     state = dict(mass=[2.0], gain=[4.0, 1.5], offset=[-0.25, 0.6], delay=[delay], turn_rate=[0.8], angle=[0.3])
     td = place(env, **state, position=[0.2, -0.1], velocity=[0.0, 0.5])
@@ -53,7 +43,7 @@ def test_a_delayed_action_moves_the_point_as_the_formulas_say(delay):
     assert td["priv_latent"][0].tolist() == pytest.approx([1.0, 2.0, math.log2(1.5), -0.25, 0.6, delay / 6])
 
 
-def test_the_walls_stop_the_point():
+def test_the_walls_stop_the_point(place):
     env = HiddenPointMass(1, seed=0)
     td = place(
         env, mass=[1.0], gain=[4.0, 4.0], offset=[0.0, 0.0], delay=[0], position=[0.99, 0.0], velocity=[2.0, 0.1]

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -38,16 +38,6 @@ class Reference:
         self.collisions += any(x > 0 for x in pen)
         observation = np.concatenate([self.p, self.v, self.goal, a, self.centres.ravel(), self.radii])
         return observation, reward, success, self.steps >= self.max_steps
-
-
-def place(env: PointMass, **values: Any) -> TensorDict:
-    """Reset, then overwrite parts of the state."""
-    env.reset()
-    extra = env.get_extra_state()
-    for name, value in values.items():
-        extra["state"][name] = torch.tensor(value, dtype=torch.float64).reshape(extra["state"][name].shape)
-    env.set_extra_state(extra)
-    return env.detach_state()
 
 
 @pytest.fixture
@@ -92,7 +82,7 @@ def test_matches_reference_past_ends_and_partial_resets() -> None:
     assert ends >= 12
 
 
-def test_reward_by_hand() -> None:
+def test_reward_by_hand(place: Callable[..., TensorDict]) -> None:
     # v = 5/60 * (1, 0) and p moves by v/60 = 1/720 to (0.001389, 0); goal (0.101389, 0): dist = 0.1.
     # Obstacle centre (0.001389, 0.05), radius 0.1: penetration 0.05. The other is far.
     # -0.1 + 0.5 exp(-0.01 / 0.005) - 2 * 0.0025 - 0.01 * (1/12)^2 - 0.001 * 1
@@ -105,7 +95,7 @@ def test_reward_by_hand() -> None:
     assert out["next", "metrics", "collisions"].item() == 1
 
 
-def test_success_terminates_and_can_coincide_with_the_time_limit() -> None:
+def test_success_terminates_and_can_coincide_with_the_time_limit(place: Callable[..., TensorDict]) -> None:
     env = PointMass(2, success_bonus=7.0, max_steps=1, dtype=torch.float64)
     root = place(env, position=[[0, 0], [0, 0]], goal=[[0.02, 0], [0.5, 0]], centres=[[[0.9, 0.9]] * 2] * 2)
     step = env.step(root.set("action", torch.zeros(2, 2, dtype=torch.float64)))["next"]
@@ -159,7 +149,7 @@ def test_obstacles_are_clear_even_when_every_candidate_is_not(monkeypatch: pytes
 
 
 @pytest.mark.parametrize("horizon", [1, 5, 20])
-def test_gradient_matches_finite_differences(horizon: int) -> None:
+def test_gradient_matches_finite_differences(place: Callable[..., TensorDict], horizon: int) -> None:
     def total(gain: torch.Tensor) -> torch.Tensor:
         env = PointMass(2, dtype=torch.float64)
         data = place(
@@ -193,7 +183,7 @@ def test_state_made_in_inference_mode_can_enter_autograd_after_detach(env: Point
     assert action.grad is not None and action.grad.isfinite().all()
 
 
-def test_gradient_is_finite_on_the_goal() -> None:
+def test_gradient_is_finite_on_the_goal(place: Callable[..., TensorDict]) -> None:
     env = PointMass(1, dtype=torch.float64)
     root = place(env, position=[[0.1, 0.1]], goal=[[0.1, 0.1]], centres=[[0.1, 0.1], [0.5, 0.5]])
     action = torch.zeros(1, 2, dtype=torch.float64, requires_grad=True)
