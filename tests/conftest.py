@@ -8,6 +8,7 @@ import torch
 
 from edenrl.envs.self_resetting import warn_once
 
+GOLDEN = Path(__file__).parent / "golden"
 # The tensors of the tests are tiny: more threads only wait for each other.
 torch.set_num_threads(1)
 
@@ -16,6 +17,41 @@ torch.set_num_threads(1)
 def root() -> Path:
     """The top folder of the checkout."""
     return Path(__file__).resolve().parent.parent
+
+
+class Golden:
+    """The published numbers of one file; it remembers which of them were read."""
+
+    def __init__(self, path: Path) -> None:
+        with np.load(path, allow_pickle=False) as file:
+            self._arrays = {name: file[name] for name in file.files}
+        self.path, self.read = path, set[str]()
+
+    @property
+    def names(self) -> list[str]:
+        """Every name in the file."""
+        return list(self._arrays)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        self.read.add(name)
+        return torch.tensor(self._arrays[name])
+
+    def under(self, prefix: str) -> dict[str, torch.Tensor]:
+        """What begins with a prefix, by the rest of its name."""
+        return {name.removeprefix(prefix): self[name] for name in self.names if name.startswith(prefix)}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test that takes ``golden`` runs on every set of the file that its module names in ``GOLDEN``."""
+    if "golden" in metafunc.fixturenames:
+        paths = sorted(GOLDEN.rglob(f"{metafunc.module.GOLDEN}.npz"))
+        metafunc.parametrize("golden", paths, indirect=True, ids=[path.parent.name for path in paths])
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Golden:
+    """Published numbers."""
+    return Golden(request.param)
 
 
 @pytest.fixture(autouse=True)

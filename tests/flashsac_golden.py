@@ -31,14 +31,14 @@ CRITIC_HEAD = {"head.weight": "head.weight", "head.bias": "head_bias"}
 
 
 def load(net, golden, prefix, head):
-    state = {ours(k.removeprefix(prefix), head): v for k, v in golden.items() if k.startswith(prefix)}
+    state = {ours(name, head): value for name, value in golden.under(prefix).items()}
     atoms = {"atoms": net.atoms} if isinstance(net, FlashCritic) else {}
     net.load_state_dict({**state, **atoms})
     return net
 
 
 def build(golden, prefix="", critic_prefix="critic."):
-    c = {k.removeprefix("config."): v.item() for k, v in golden.items() if k.startswith("config.")}
+    c = {name: value.item() for name, value in golden.under("config.").items()}
     actor = FlashActor(
         {"observation": c["obs_dim"]},
         c["action_dim"],
@@ -61,9 +61,7 @@ def build(golden, prefix="", critic_prefix="critic."):
 
 def assert_after(net, golden, prefix, head):
     """Running statistics are the published ones after that pass."""
-    state, checked = net.state_dict(), 0
-    for name, value in golden.items():
-        if name.startswith(prefix):
-            assert_close(state[ours(name.removeprefix(prefix), head)], value, **LAYER)
-            checked += 1
-    assert checked >= 6
+    state, published = net.state_dict(), golden.under(prefix)
+    assert len(published) >= 6
+    for name, value in published.items():
+        assert_close(state[ours(name, head)], value, **LAYER)

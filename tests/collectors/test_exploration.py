@@ -1,8 +1,5 @@
 """Repeated noise: the published law of its lengths, and how it is carried through episodes."""
 
-from pathlib import Path
-
-import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -15,13 +12,13 @@ from edenrl.collectors.exploration import zeta_cdf, zeta_length
 from edenrl.envs import PointMass
 from edenrl.modules import flash_actor
 
-GOLDEN = {k: torch.from_numpy(v) for k, v in np.load(Path(__file__).parents[1] / "golden/flashsac_data.npz").items()}
+GOLDEN = "flashsac_data"
 
 
-def test_published_lengths():
-    cdf = zeta_cdf(float(GOLDEN["zeta.mu"]), int(GOLDEN["zeta.max_n"]))
-    assert_close(cdf, GOLDEN["zeta.cdf"], rtol=0, atol=1e-6)
-    assert torch.equal(zeta_length(cdf, GOLDEN["zeta.uniform"]), GOLDEN["zeta.integer"])
+def test_published_lengths(golden):
+    cdf = zeta_cdf(float(golden["zeta.mu"]), int(golden["zeta.max_n"]))
+    assert_close(cdf, golden["zeta.cdf"], rtol=0, atol=1e-6)
+    assert torch.equal(zeta_length(cdf, golden["zeta.uniform"]), golden["zeta.integer"])
 
 
 def state(rows, width=2):

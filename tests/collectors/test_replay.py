@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -21,7 +20,7 @@ from torchrl.objectives import DQNLoss
 from edenrl.collectors import NStepReplayBuffer, replay, storage_space
 from edenrl.training.checkpoint import Checkpoints
 
-GOLDEN = {k: torch.from_numpy(v) for k, v in np.load(Path(__file__).parents[1] / "golden/flashsac_data.npz").items()}
+GOLDEN = "flashsac_data"
 
 
 def stream(num_envs, steps, end_rate=0.2, seed=0, width=2):
@@ -99,15 +98,27 @@ def test_every_sample_is_what_a_list_gives(n, num_envs, end_rate):
     assert len(seen) > 20
 
 
-def test_published_n_step_data():
-    g, n = GOLDEN, int(GOLDEN["nstep.n"])
+def assert_published(found, expected, i):
+    """Every one of our transitions is the published one in row i."""
+    assert len(found) > 0
+    for ours, theirs in (("observation", "obs"), ("action", "action"), (("next", "observation"), "next_obs")):
+        assert (found[ours] == expected[theirs][i]).all()
+    for name in ("terminated", "truncated"):
+        assert (found["next", name] == expected[name][i]).all()
+    reward = expected["reward"][i].expand(len(found), 1)
+    torch.testing.assert_close(found["next", "reward"], reward, rtol=1e-6, atol=1e-6)
+
+
+def test_published_n_step_data(golden):
+    g, n = golden, int(golden["nstep.n"])
 
     def raw(name):
         return g[f"nstep.raw.{name}"].transpose(0, 1)
 
     ends = {name: raw(name).unsqueeze(-1) for name in ("reward", "terminated", "truncated")}
     ends |= {"observation": raw("next_obs"), "done": ends["terminated"] | ends["truncated"]}
-    data = TensorDict(dict(observation=raw("obs"), action=raw("action"), next=ends), batch_size=[3, 15])
+    data = TensorDict(dict(observation=raw("obs"), action=raw("action"), next=ends), batch_size=raw("reward").shape)
+    envs, steps = data.shape
     buffer = NStepReplayBuffer(1000, n_steps=n, gamma=float(g["nstep.gamma"]))
     buffer.extend(data)
     batch = buffer.sample(2000)
@@ -115,22 +126,24 @@ def test_published_n_step_data():
     assert bool((matches.sum(1) == 1).all())
     row = matches.int().argmax(1)
     # Every step that theirs can return, except those of the newest rows.
-    assert set(g["nstep.sample.index"].tolist()) <= set(row.tolist()) and len(set(row.tolist())) == (15 - n) * 3
-    torch.testing.assert_close(batch["next", "reward"].squeeze(-1), g["nstep.all.reward"][row], rtol=1e-5, atol=1e-6)
+    assert set(g["nstep.sample.index"].tolist()) <= set(row.tolist()) and len(set(row.tolist())) == (steps - n) * envs
+    torch.testing.assert_close(batch["next", "reward"].squeeze(-1), g["nstep.all.reward"][row], rtol=1e-6, atol=1e-6)
     for ours, theirs in (("observation", "next_obs"), ("terminated", "terminated"), ("truncated", "truncated")):
         value = g[f"nstep.all.{theirs}"][row]
         assert torch.equal(batch["next", ours].view(value.shape), value)
     assert torch.equal(batch["action"], g["nstep.all.action"][row])
+    for i, index in enumerate(g["nstep.sample.index"]):
+        assert_published(batch[row == index], g.under("nstep.sample."), i)
     # A ring of the 9 newest steps holds what theirs of 21 n-step rows may return, and more.
-    ring = NStepReplayBuffer(27, n_steps=n, gamma=float(g["nstep.gamma"]))
-    for step in range(15):
+    slots, capacity, total = g["nstep.ring.index"], int(g["nstep.ring.capacity"]), len(g["nstep.all.obs"])
+    written = total - capacity + (slots - g["nstep.ring.write_slot"]) % capacity
+    assert torch.equal(g["nstep.all.obs"][written], g["nstep.ring.obs"])
+    ring = NStepReplayBuffer(9 * envs, n_steps=n, gamma=float(g["nstep.gamma"]))
+    for step in range(steps):
         ring.extend(data[:, step : step + 1])
     batch = ring.sample(1000)
     for i, observation in enumerate(g["nstep.ring.obs"]):
-        hits = (batch["observation"] == observation).all(-1)
-        assert bool(hits.any())
-        assert torch.equal(batch["next", "observation"][hits][0], g["nstep.ring.next_obs"][i])
-        assert float(batch["next", "reward"][hits][0]) == pytest.approx(float(g["nstep.ring.reward"][i]), abs=1e-5)
+        assert_published(batch[(batch["observation"] == observation).all(-1)], g.under("nstep.ring."), i)
 
 
 def constant(num_envs, steps, end_at=None, kind="truncated"):

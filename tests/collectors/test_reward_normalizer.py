@@ -1,9 +1,7 @@
 """The reward normalizer against the published statistics."""
 
 import copy
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -12,38 +10,38 @@ from torchrl.envs import Compose
 
 from edenrl.collectors import NStepReplayBuffer, RewardNormalizer
 
-GOLDEN = {k: torch.from_numpy(v) for k, v in np.load(Path(__file__).parents[1] / "golden/flashsac_data.npz").items()}
+GOLDEN = "flashsac_data"
 
 
-def published():
+def published(golden):
     """Their rewards, with each end one step earlier: theirs keeps an end's own reward for the next episode."""
-    g = {k.removeprefix("reward."): v for k, v in GOLDEN.items() if k.startswith("reward.")}
+    g = golden.under("reward.")
     ends = g["terminated"] | g["truncated"]
     earlier = torch.cat([ends[1:], torch.zeros_like(ends[:1])])
     flags = {"terminated": earlier.t().unsqueeze(-1), "truncated": torch.zeros_like(earlier).t().unsqueeze(-1)}
-    data = TensorDict({"next": {"reward": g["input"].t().unsqueeze(-1), **flags}}, batch_size=[4, 30])
-    return g, data, RewardNormalizer(4, float(g["gamma"]), float(g["G_max"]))
+    data = TensorDict({"next": {"reward": g["input"].t().unsqueeze(-1), **flags}}, batch_size=g["input"].t().shape)
+    return g, data, RewardNormalizer(len(data), float(g["gamma"]), float(g["G_max"]))
 
 
-def test_published_statistics():
-    g, data, normalizer = published()
+def test_published_statistics(golden):
+    g, data, normalizer = published(golden)
     tolerance = dict(rtol=1e-5, atol=1e-6, check_dtype=False)
-    for step in range(30):
+    for step in range(data.shape[1]):
         normalizer.update(data["next"][:, step : step + 1])
         for ours, theirs in (("largest", "G_abs_max"), ("mean", "mean"), ("var", "var"), ("count", "count")):
             assert_close(getattr(normalizer, ours), g[theirs][step], **tolerance)
-        probe = TensorDict({"next": {"reward": g["probe"]}}, batch_size=[5])
+        probe = TensorDict({"next": {"reward": g["probe"]}}, batch_size=g["probe"].shape[:1])
         assert_close(normalizer(probe)["next", "reward"], g["normalized"][step], **tolerance)
         # Ours forgets at an end what theirs forgets one step later.
         still = ~data["next", "terminated"][:, step, 0]
         assert_close(normalizer.returns[still], g["G"][step][still], **tolerance)
-    both = {bool(g["G_abs_max"][i] / g["G_max"] > g["var"][i].sqrt()) for i in range(30)}
+    both = {bool(g["G_abs_max"][i] / g["G_max"] > g["var"][i].sqrt()) for i in range(data.shape[1])}
     assert both == {True, False}  # each side of the maximum decides somewhere
 
 
-def test_blocks_of_steps_are_single_steps():
-    _, data, whole = published()
-    parts = RewardNormalizer(4, whole.gamma, whole.max_return)
+def test_blocks_of_steps_are_single_steps(golden):
+    _, data, whole = published(golden)
+    parts = RewardNormalizer(len(data), whole.gamma, whole.max_return)
     whole.update(data["next"])
     for part in data["next"].split(7, 1):
         parts.update(part)
@@ -97,8 +95,8 @@ def test_an_episode_that_was_broken_off_leaves_nothing_to_the_next(how):
     assert float(normalizer.count) == 8
 
 
-def test_mistakes_are_refused():
-    _, data, normalizer = published()
+def test_mistakes_are_refused(golden):
+    _, data, normalizer = published(golden)
     with pytest.raises(ValueError, match="rewards of 3 environments"):
         normalizer.update(data["next"][:3])
     data["next", "reward"][0, 0] = torch.nan

@@ -1,25 +1,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
-from torchrl.envs.utils import check_env_specs
 
-from edenrl.envs import CartPoleSwingUp, make_env
-
-
-def place(env: CartPoleSwingUp, **values: Any) -> TensorDict:
-    """Reset, then overwrite parts of the state."""
-    env.reset()
-    extra = env.get_extra_state()
-    for name, value in values.items():
-        extra["state"][name] = torch.tensor(value, dtype=torch.float64).reshape(extra["state"][name].shape)
-    env.set_extra_state(extra)
-    return env.detach_state()
+from edenrl.envs import CartPoleSwingUp
 
 
 def accelerations(x_dot: float, theta: float, theta_dot: float, force: float) -> tuple[float, float]:
@@ -31,13 +20,6 @@ def accelerations(x_dot: float, theta: float, theta_dot: float, force: float) ->
     matrix = np.array([[1.1, 0.05 * math.cos(theta)], [math.cos(theta), 0.5 * 4 / 3]])
     right = np.array([force + 0.05 * theta_dot**2 * math.sin(theta), 9.8 * math.sin(theta)])
     return tuple(np.linalg.solve(matrix, right))
-
-
-@pytest.mark.parametrize("num_envs", [1, 5])
-def test_specs(num_envs: int) -> None:
-    env = make_env("CartPoleSwingUp", num_envs, seed=0)
-    check_env_specs(env)
-    assert env.observation_spec["observation"].shape == (num_envs, 5) and env.action_spec.shape == (num_envs, 1)
 
 
 def test_matches_the_equations_of_motion_past_ends_and_partial_resets() -> None:
@@ -70,7 +52,7 @@ def test_matches_the_equations_of_motion_past_ends_and_partial_resets() -> None:
     assert ends == 12  # rows 0 and 2 at steps 9, 18, 27 and 36; row 1 at 5, 14, 23 and 32
 
 
-def test_without_a_force_energy_is_kept() -> None:
+def test_without_a_force_energy_is_kept(place: Callable[..., TensorDict]) -> None:
     env = CartPoleSwingUp(1, dtype=torch.float64, max_steps=1000)
     root = place(env, x=[[0.0]], x_dot=[[0.0]], theta=[[2.0]], theta_dot=[[0.0]])
     energies = []
@@ -82,7 +64,7 @@ def test_without_a_force_energy_is_kept() -> None:
     assert max(energies) - min(energies) < 0.02 * 0.05 * 9.8 * 2 * 3  # of the 0.98 J between hanging and upright
 
 
-def test_upright_is_measured() -> None:
+def test_upright_is_measured(place: Callable[..., TensorDict]) -> None:
     env = CartPoleSwingUp(2, dtype=torch.float64, max_steps=300)
     root = place(env, x=[[0.0]] * 2, x_dot=[[0.0]] * 2, theta=[[0.0], [math.pi]], theta_dot=[[0.0]] * 2)
     for _ in range(99):
@@ -118,63 +100,6 @@ def test_a_share_of_the_starts_is_anywhere() -> None:
     # Upper half of the circle: never when hanging, half of the starts from anywhere.
     o = CartPoleSwingUp(100_000, seed=0, start_anywhere=0.4).reset()["observation"]
     assert (o[:, 2] > 0).float().mean().item() == pytest.approx(0.2, abs=0.005)
-
-
-def test_seeding_and_time_limit() -> None:
-    def run(seed: int) -> torch.Tensor:
-        env = CartPoleSwingUp(3, max_steps=5)
-        env.set_seed(seed)
-        torch.manual_seed(0)
-        return env.rollout(20, break_when_any_done=False)
-
-    assert torch.equal(run(7)["observation"], run(7)["observation"])
-    assert not torch.equal(run(7)["observation"], run(8)["observation"])
-    assert run(7)["next", "truncated"][0, :, 0].tolist() == ([False] * 4 + [True]) * 4
-    assert torch.equal(CartPoleSwingUp(3, seed=7).reset()["observation"], run(7)["observation"][:, 0])
-
-
-def test_a_reset_row_and_a_detached_state_carry_no_gradient() -> None:
-    env = CartPoleSwingUp(3, seed=0, dtype=torch.float64)
-    first = torch.zeros(3, 1, dtype=torch.float64, requires_grad=True)
-    data = env.step(env.reset().set("action", first))["next"].exclude("reward")
-    root = env.reset(data.set("_reset", torch.tensor([[False], [True], [False]])))
-    second = torch.zeros(3, 1, dtype=torch.float64, requires_grad=True)
-    reward = env.step(root.set("action", second))["next", "reward"]
-    (gradient,) = torch.autograd.grad(reward.sum(), first)
-    assert gradient[1].item() == 0.0 and (gradient[[0, 2]].abs() > 0).all()
-    root = env.detach_state()
-    assert not root["observation"].requires_grad
-    third = torch.zeros(3, 1, dtype=torch.float64, requires_grad=True)
-    reward = env.step(root.set("action", third))["next", "reward"]
-    gradients = torch.autograd.grad(reward.sum(), [second, third], allow_unused=True)
-    assert [g is None for g in gradients] == [True, False]
-
-
-def test_state_dict_resumes_bit_for_bit() -> None:
-    actions = torch.rand(40, 3, 1) * 2 - 1
-
-    def run(env: CartPoleSwingUp, root: TensorDict, actions: torch.Tensor) -> tuple[torch.Tensor, TensorDict]:
-        out = []
-        for action in actions:
-            data, root = env.step_and_maybe_reset(root.set("action", action))
-            out.append(torch.cat([data["next", "observation"], data["next", "reward"]], -1))
-        return torch.stack(out), root
-
-    env = CartPoleSwingUp(3, seed=0, max_steps=7)
-    _, root = run(env, env.reset(), actions[:20])
-    saved, kept = env.state_dict(), root.clone()
-    expected, _ = run(env, root, actions[20:])
-    fresh = CartPoleSwingUp(3, seed=99, max_steps=7)
-    fresh.load_state_dict(saved)
-    assert torch.equal(run(fresh, kept, actions[20:])[0], expected)
-    with pytest.raises(ValueError, match="CartPoleSwingUp state .* num_envs=2"):
-        CartPoleSwingUp(2).load_state_dict(saved)
-
-
-@pytest.mark.parametrize("arguments", [{"num_envs": 0}, {"num_envs": 2, "max_steps": 0}])
-def test_refuses_sizes_below_one(arguments: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="was given to CartPoleSwingUp; expected a whole number, at least 1"):
-        CartPoleSwingUp(**arguments)
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.5, float("nan")])

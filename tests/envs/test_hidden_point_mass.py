@@ -4,30 +4,14 @@ import math
 
 import pytest
 import torch
-from torchrl.envs.utils import check_env_specs
 
-from edenrl.envs import HiddenPointMass, make_env
+from edenrl.envs import HiddenPointMass
 
 DT = 0.05
 
 
-def place(env, **values):
-    """Resets, then overwrites parts of the state, the same in every row."""
-    env.reset()
-    extra = env.get_extra_state()
-    for name, value in values.items():
-        extra["state"][name] = torch.as_tensor(value, dtype=extra["state"][name].dtype).expand_as(extra["state"][name])
-    env.set_extra_state(extra)
-    return env.detach_state()
-
-
-@pytest.mark.parametrize("num_envs", [1, 4])
-def test_specs(num_envs):
-    check_env_specs(make_env("HiddenPointMass", num_envs, seed=0))
-
-
 @pytest.mark.parametrize("delay", [0, 2, 6])
-def test_a_delayed_action_moves_the_point_as_the_formulas_say(delay):
+def test_a_delayed_action_moves_the_point_as_the_formulas_say(place, delay):
     env = HiddenPointMass(2, seed=0, dtype=torch.float64)
     state = dict(mass=[2.0], gain=[4.0, 1.5], offset=[-0.25, 0.6], delay=[delay], turn_rate=[0.8], angle=[0.3])
     td = place(env, **state, position=[0.2, -0.1], velocity=[0.0, 0.5])
@@ -59,7 +43,7 @@ def test_a_delayed_action_moves_the_point_as_the_formulas_say(delay):
     assert td["priv_latent"][0].tolist() == pytest.approx([1.0, 2.0, math.log2(1.5), -0.25, 0.6, delay / 6])
 
 
-def test_the_walls_stop_the_point():
+def test_the_walls_stop_the_point(place):
     env = HiddenPointMass(1, seed=0)
     td = place(
         env, mass=[1.0], gain=[4.0, 4.0], offset=[0.0, 0.0], delay=[0], position=[0.99, 0.0], velocity=[2.0, 0.1]
@@ -99,21 +83,3 @@ def test_hidden_shows_nothing_of_them_and_changes_nothing_else():
     for key in ("prop", "priv_explicit", "critic"):
         assert torch.equal(shown[key][:, 0], hidden[key][:, 0])
     assert not hidden["priv_latent"].any() and not hidden["prop_history"].any() and shown["priv_latent"].any()
-
-
-def test_a_saved_state_continues_bit_for_bit():
-    env = HiddenPointMass(3, seed=4, max_steps=5)
-    td = env.rollout(7, break_when_any_done=False)[:, -1]["next"]
-    saved = env.state_dict()
-    td = env.maybe_reset(td.clone())
-    actions = torch.rand(3, 6, 2) * 2 - 1
-
-    def play():
-        env.load_state_dict(saved)
-        out, current = [], env.detach_state()
-        for t in range(6):
-            stepped, current = env.step_and_maybe_reset(current.set("action", actions[:, t]))
-            out.append(stepped["next", "prop_history"])
-        return torch.stack(out)
-
-    assert torch.equal(play(), play())

@@ -15,9 +15,6 @@ from edenrl.envs import (
     DifferentiableVecEnv,
     LearningEnvAdapter,
     LearningVecEnv,
-    PointMass,
-    VecEnvAdapter,
-    as_vec_env,
     wrap_env,
 )
 from edenrl.training import rollout_metrics
@@ -239,34 +236,3 @@ def test_what_does_not_fit_is_refused() -> None:
 
     with pytest.raises(ValueError, match="Diverges returned values that are not finite: 'reward' in 1 of 2"):
         LearningEnvAdapter(Diverges()).rollout(2)
-
-
-class AsLearning:
-    """PointMass, seen as a learning environment."""
-
-    def __init__(self, num_envs: int, seed: int) -> None:
-        self.env = as_vec_env(PointMass(num_envs, seed=seed, max_steps=5))
-        self.num_envs, self.device = num_envs, torch.device("cpu")
-        self.single_observation_space = spaces.Box(-np.inf, np.inf, (14,))
-        self.single_action_space = self.env.single_action_space
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
-        return self.env.get_observations()["observation"], {}
-
-    def step(self, action: Tensor) -> tuple[Any, ...]:
-        observation, reward, done, extras = self.env.step(action)
-        time_outs = extras["time_outs"]
-        info = {"final_obs": extras["final_observations"]["observation"]}
-        return observation["observation"], reward, done.bool() & ~time_outs, time_outs, info
-
-
-def test_both_adapters_tell_the_same() -> None:
-    rollouts = []
-    for env in (
-        LearningEnvAdapter(AsLearning(3, seed=2)),
-        VecEnvAdapter(as_vec_env(PointMass(3, seed=2, max_steps=5))),
-    ):
-        torch.manual_seed(0)
-        rollouts.append(env.rollout(12, break_when_any_done=False).exclude("metrics", ("next", "metrics")))
-    assert rollouts[0]["next", "done"].sum() >= 6
-    assert (rollouts[0] == rollouts[1]).all()

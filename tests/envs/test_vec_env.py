@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchrl.data import Binary, Bounded, Composite, Unbounded
 from torchrl.envs import EnvBase, StepCounter, TransformedEnv
-from torchrl.envs.utils import check_env_specs
 
 from edenrl.collectors import Collector
 from edenrl.config import load_config
@@ -609,15 +608,6 @@ def test_actions_pass_unchanged_and_the_box_of_the_inner_environment_is_kept() -
     assert torch.equal(inner.actions[0], action)
     low, high = action_box(VecEnvAdapter(as_vec_env(PointMass(2))))  # type: ignore[misc]
     assert low.tolist() == [-1, -1] and high.tolist() == [1, 1]
-
-
-@pytest.mark.parametrize("num_envs", [1, 4])
-def test_specs(num_envs: int) -> None:
-    env = VecEnvAdapter(as_vec_env(PointMass(num_envs, seed=0, max_steps=2)))
-    check_env_specs(env)
-    assert env.set_seed(5) is not None
-    first = env.reset()["observation"]
-    assert torch.equal(first, PointMass(num_envs, seed=5).reset()["observation"])
 
 
 def test_the_data_is_that_of_the_environment_itself() -> None:

@@ -3,9 +3,7 @@
 import copy
 import logging
 import math
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -19,15 +17,18 @@ from edenrl.modules import AMPReward, Discriminator, FrameNorm, SaturationWatch
 CLOSE = dict(rtol=1e-5, atol=1e-5)
 
 
-@pytest.fixture(scope="module")
-def golden():
-    with np.load(Path(__file__).parents[1] / "golden" / "amp.npz", allow_pickle=False) as data:
-        return {name: torch.tensor(data[name]) for name in data.files}
+GOLDEN = "amp"
+
+
+def layers(net):
+    trunk = [layer for layer in net.trunk if isinstance(layer, nn.Linear)]
+    return {**{f"trunk{i}": layer for i, layer in enumerate(trunk)}, "head": net.head}
 
 
 def golden_discriminator(golden):
-    net = Discriminator(int(golden["cfg_frame_dim"]), int(golden["cfg_num_frames"]), (16, 16), normalize=False)
-    for name, layer in (("trunk0", net.trunk[0]), ("trunk1", net.trunk[2]), ("head", net.head)):
+    hidden = golden["cfg_hidden_dims"].tolist()
+    net = Discriminator(int(golden["cfg_frame_dim"]), int(golden["cfg_num_frames"]), hidden, normalize=False)
+    for name, layer in layers(net).items():
         weight = layer.parametrizations.weight
         with torch.no_grad():
             weight.original.copy_(golden[f"{name}_weight_raw"])
@@ -46,16 +47,20 @@ def rollout(windows, gate=None, **entries):
 
 def test_outputs_are_the_published_ones(golden):
     net = golden_discriminator(golden)
-    for name, layer in (("trunk0", net.trunk[0]), ("trunk1", net.trunk[2]), ("head", net.head)):
+    for name, layer in layers(net).items():
         torch.testing.assert_close(layer.weight, golden[f"{name}_weight_eff"], **CLOSE)
+        torch.testing.assert_close(layer.weight * golden[f"{name}_sigma"], golden[f"{name}_weight_raw"], **CLOSE)
     for kind in ("policy", "expert"):
         torch.testing.assert_close(net(golden[f"windows_{kind}"]), golden[f"d_{kind}"], **CLOSE)
         torch.testing.assert_close(net.score(golden[f"windows_{kind}"]), golden[f"d_{kind}"], **CLOSE)
 
 
-@pytest.mark.parametrize("shape", [(8,), (2, 4)])
-def test_style_reward_is_the_published_one(golden, shape):
-    reward = AMPReward(golden_discriminator(golden), coeff=5.0, scale=0.02)
+@pytest.mark.parametrize("rows", [1, 2])
+def test_style_reward_is_the_published_one(golden, rows):
+    count = len(golden["gate"])
+    shape = (count,) if rows == 1 else (rows, count // rows)
+    coeff, scale = float(golden["cfg_reward_coef"]), float(golden["cfg_reward_scale"])
+    reward = AMPReward(golden_discriminator(golden), coeff=coeff, scale=scale)
     gate = golden["gate"].float().reshape(*shape, 1)
     task = torch.randn(*shape, 1)
     out = reward(rollout(golden["windows_policy"].reshape(*shape, -1), gate, reward=task.clone()))["next"]
@@ -66,18 +71,17 @@ def test_style_reward_is_the_published_one(golden, shape):
 
 
 def test_frame_statistics_are_the_published_ones(golden):
-    norm = FrameNorm(4, clip=float(golden["norm_clip"]), eps=float(golden["norm_eps"]))
-    assert torch.equal(norm.mean.float(), golden["norm_init_mean"]) and torch.equal(
-        norm.var.float(), golden["norm_init_var"]
-    )
-    for i in range(3):
+    norm = FrameNorm(len(golden["norm_init_mean"]), clip=float(golden["norm_clip"]), eps=float(golden["norm_eps"]))
+    for name in ("mean", "var", "count"):
+        assert torch.equal(getattr(norm, name).float(), golden[f"norm_init_{name}"])
+    for i in range(len(golden["norm_count"])):
         norm.update(golden[f"norm_batch{i}"])
         torch.testing.assert_close(norm.mean.float(), golden["norm_mean"][i], **CLOSE)
         torch.testing.assert_close(norm.var.float(), golden["norm_var"][i], **CLOSE)
         torch.testing.assert_close(norm.count.float(), golden["norm_count"][i], **CLOSE)
         torch.testing.assert_close(norm(golden["norm_query"]), golden["norm_out"][i], **CLOSE)
     before = copy.deepcopy(norm.state_dict())
-    norm.eval().update(torch.full((3, 4), 9.0))
+    norm.eval().update(torch.full_like(golden["norm_batch0"], 9.0))
     assert all(torch.equal(before[name], value) for name, value in norm.state_dict().items())
 
 

@@ -7,13 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from edenrl.modules import TaskConstraint
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "cmdp.npz"
+GOLDEN = "cmdp"
 
 
 def update(constraint, *returns):
@@ -26,8 +25,8 @@ def update(constraint, *returns):
 
 
 @pytest.mark.parametrize("sequence", ["a", "b"])
-def test_the_published_controller(sequence):
-    g = dict(np.load(GOLDEN, allow_pickle=False))
+def test_the_published_controller(golden, sequence):
+    g = golden
     constraint = TaskConstraint(
         float(g["dual_alpha"]),
         lambda_lr=float(g["dual_lambda_lr"]),
@@ -57,6 +56,22 @@ def test_the_published_controller(sequence):
             published = float(g[f"dual_{sequence}_{name}"][i])
             assert float(value[name]) == pytest.approx(published, rel=1e-5, abs=1e-5, nan_ok=True)
     assert not rest
+
+
+def test_the_published_task_returns(golden):
+    """Every finished episode counts once, with the sum of its task rewards; what runs on does not."""
+    sums, running = [], torch.zeros(golden["rg"].shape[1])
+    for reward, done in zip(golden["rg"], golden["dones"], strict=True):
+        running = running + reward
+        sums.append(running)
+        running = torch.where(done, 0.0, running)
+    torch.testing.assert_close(running, golden["unfinished_task_sums"], rtol=1e-5, atol=1e-5)
+    finished = golden["finished_task_returns"]
+    for window in (1, len(finished)):
+        constraint = TaskConstraint(vg_window=window)
+        constraint.update(torch.stack(sums, 1).unsqueeze(-1), golden["dones"].T.unsqueeze(-1))
+        expected = finished[-window:].mean()
+        torch.testing.assert_close(constraint.task_return.float(), expected, rtol=1e-5, atol=1e-5)
 
 
 # Each row: finished returns, then J_hat, J_star, ratio and lambda after the update; alpha 0.9, lambda_lr 0.05.

@@ -1,8 +1,5 @@
 """The depth student's networks against published numbers, and what carries, resets, gates and refuses."""
 
-from pathlib import Path
-
-import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -14,20 +11,18 @@ from edenrl.modules import DEPTH_STATES, DepthBackbone, DepthEncoder, DepthPolic
 
 CLOSE = dict(atol=1e-5, rtol=1e-4)
 WIDTHS = dict(prop=9, scan=11, priv_explicit=3, priv_latent=5, history=90)
-GOLDEN = {
-    name: torch.from_numpy(value) for name, value in np.load(Path(__file__).parents[1] / "golden/depth.npz").items()
-}
+GOLDEN = "depth"
 # The reference's layers, in the order of construction.
 LAYERS = ("conv0", "conv1", "fc0", "fc1", "comb0", "comb1", "gru", "out")
 
 
-@pytest.fixture(scope="module")
-def reference():
+@pytest.fixture
+def reference(golden):
     """The encoder with the weights of the reference: PyTorch's own initialization from a fixed seed."""
     with torch.random.fork_rng():
-        torch.manual_seed(int(GOLDEN["cfg_seed"]))
+        torch.manual_seed(int(golden["cfg_seed"]))
         return DepthEncoder(
-            int(GOLDEN["cfg_num_prop"]), yaw_slots=GOLDEN["cfg_yaw_slots"].tolist(), yaw_scale=GOLDEN["cfg_yaw_scale"]
+            int(golden["cfg_num_prop"]), yaw_slots=golden["cfg_yaw_slots"].tolist(), yaw_scale=golden["cfg_yaw_scale"]
         )
 
 
@@ -51,27 +46,34 @@ def entries(rows=3):
     )
 
 
-def test_weights_are_those_of_the_recipe(reference):
+def test_weights_are_those_of_the_recipe(golden, reference):
     ours = list(reference.parameters())
-    names = [name for name in GOLDEN if name.startswith("check_")]
+    names = [name for name in golden.names if name.startswith("check_")]
     assert [name.split("_")[1] for name in names] == [n for n in LAYERS for _ in range(4 if n == "gru" else 2)]
     for name, parameter in zip(names, ours, strict=True):
         total = torch.stack([parameter.double().sum(), parameter.double().abs().sum()]).detach()
-        torch.testing.assert_close(total, GOLDEN[name].double(), rtol=1e-6, atol=1e-3)
+        torch.testing.assert_close(total, golden[name].double(), rtol=1e-6, atol=1e-3)
 
 
-def test_backbone_reproduces_the_reference(reference):
-    torch.testing.assert_close(reference.backbone(GOLDEN["images"]), GOLDEN["backbone_latent"], **CLOSE)
-    assert reference.backbone(GOLDEN["images"][0, 0]).shape == (32,)
+def test_backbone_reproduces_the_reference(golden, reference):
+    torch.testing.assert_close(reference.backbone(golden["images"]), golden["backbone_latent"], **CLOSE)
+    assert reference.backbone(golden["images"][0, 0]).shape == (32,)
 
 
-def test_encoder_reproduces_the_reference_over_three_images(reference):
-    hidden = reference.start(2)
-    for step in range(3):
-        latent, yaw, hidden = reference(GOLDEN["images"][step], GOLDEN["prop_raw"][step], hidden)
-        torch.testing.assert_close(hidden, GOLDEN["hidden"][step], **CLOSE)
-        torch.testing.assert_close(latent, GOLDEN["depth_latent"][step], **CLOSE)
-        torch.testing.assert_close(yaw, GOLDEN["yaw_pred"][step], **CLOSE)
+def test_encoder_reproduces_the_reference_over_three_images(golden, reference):
+    count, rows = golden["prop_raw"].shape[:2]
+    hidden, seen = reference.start(rows), {}
+    reference.combine.register_forward_hook(lambda _, given, out: seen.update(given=given[0], combined=out))
+    reference.out.register_forward_hook(lambda _, __, out: seen.update(output=out))
+    for step in range(count):
+        latent, yaw, hidden = reference(golden["images"][step], golden["prop_raw"][step], hidden)
+        proprioception = golden["prop_in"][step]
+        assert torch.equal(seen["given"][:, -proprioception.shape[-1] :], proprioception)
+        for name in ("combined", "output"):
+            torch.testing.assert_close(seen[name], golden[name][step], **CLOSE)
+        torch.testing.assert_close(hidden, golden["hidden"][step], **CLOSE)
+        torch.testing.assert_close(latent, golden["depth_latent"][step], **CLOSE)
+        torch.testing.assert_close(yaw, golden["yaw_pred"][step], **CLOSE)
 
 
 def test_the_encoder_does_not_read_the_yaw_slots():

@@ -4,7 +4,6 @@ import copy
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -23,19 +22,18 @@ from edenrl.modules import (
     project_unit_norms_,
     unit_norm_hook,
 )
+from edenrl.objectives.flashsac import squashed_sample
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from flashsac_golden import ACTOR_HEAD, CRITIC_HEAD, LAYER, assert_after, build  # noqa: E402
 
-GOLDEN = {
-    k: torch.from_numpy(v) for k, v in np.load(Path(__file__).parents[1] / "golden/flashsac_networks.npz").items()
-}
+GOLDEN = "flashsac_networks"
 OUTPUT = dict(rtol=1e-4, atol=1e-5)
 
 
-def test_layers_are_the_published_ones():
-    g = GOLDEN
-    norm = UnitBatchNorm(6)
+def test_layers_are_the_published_ones(golden):
+    g = golden
+    norm = UnitBatchNorm(g["batchnorm.input"].shape[-1])
     for ours_name, theirs in (("scale", "scale"), ("shift", "shift")):
         getattr(norm, ours_name).data.copy_(g[f"batchnorm.{theirs}"])
     norm.running_mean.copy_(g["batchnorm.running_mean"])
@@ -49,13 +47,13 @@ def test_layers_are_the_published_ones():
     assert_close(norm.scale.data, g["batchnorm.scale_projected"], **LAYER)
     assert_close(norm.shift.data, g["batchnorm.shift_projected"], **LAYER)
 
-    rms = UnitRMSNorm(6)
+    rms = UnitRMSNorm(g["rmsnorm.input"].shape[-1])
     rms.scale.data.copy_(g["rmsnorm.scale"])
     assert_close(rms(g["rmsnorm.input"]), g["rmsnorm.output"], **LAYER)
     rms.project_()
     assert_close(rms.scale.data, g["rmsnorm.scale_projected"], **LAYER)
 
-    linear = UnitLinear(6, 4)
+    linear = UnitLinear(*g["linear.weight"].t().shape)
     linear.weight.data.copy_(g["linear.weight"])
     linear.project_()
     assert_close(linear.weight.data, g["linear.weight_projected"], **LAYER)
@@ -63,33 +61,40 @@ def test_layers_are_the_published_ones():
 
 @pytest.mark.parametrize("side_by_side", [False, True])
 @pytest.mark.parametrize("batch_stats", [False, True])
-def test_networks_are_the_published_ones(batch_stats, side_by_side, monkeypatch):
+def test_networks_are_the_published_ones(golden, batch_stats, side_by_side, monkeypatch):
     monkeypatch.setattr(sys.modules[FlashCritic.__module__], "_side_by_side", lambda _: side_by_side)
-    actor, critic = build(GOLDEN)
+    actor, critic = build(golden)
     before = copy.deepcopy((actor.state_dict(), critic.state_dict()))
     mode = "train" if batch_stats else "eval"
-    loc, scale = actor(GOLDEN["obs"], batch_stats=batch_stats)
-    assert_close(loc, GOLDEN[f"actor_{mode}.mean"], **OUTPUT)
-    assert_close(scale, GOLDEN[f"actor_{mode}.std"], **OUTPUT)
-    value, log_prob = critic(GOLDEN["obs"], GOLDEN["critic_action"], batch_stats=batch_stats)
-    assert_close(value, GOLDEN[f"critic_{mode}.q"].t(), **OUTPUT)
-    assert_close(log_prob, GOLDEN[f"critic_{mode}.log_prob"].transpose(0, 1), **OUTPUT)
+    loc, scale = actor(golden["obs"], batch_stats=batch_stats)
+    assert_close(loc, golden[f"actor_{mode}.mean"], **OUTPUT)
+    assert_close(scale, golden[f"actor_{mode}.std"], **OUTPUT)
+    drawn = golden["noise"]
+    action, log_prob = squashed_sample(loc, scale, drawn)
+    assert_close(loc + scale * drawn, golden[f"actor_{mode}.raw_action"], **OUTPUT)
+    assert_close(action, golden[f"actor_{mode}.action"], **OUTPUT)
+    assert_close(log_prob, golden[f"actor_{mode}.log_prob"], rtol=1e-4, atol=1e-4)
+    value, log_prob = critic(golden["obs"], golden["critic_action"], batch_stats=batch_stats)
+    assert_close(value, golden[f"critic_{mode}.q"].t(), **OUTPUT)
+    assert_close(log_prob, golden[f"critic_{mode}.log_prob"].transpose(0, 1), **OUTPUT)
     if batch_stats:
-        assert_after(actor, GOLDEN, "actor_train.after.", ACTOR_HEAD)
-        assert_after(critic, GOLDEN, "critic_train.after.", CRITIC_HEAD)
+        assert_after(actor, golden, "actor_train.after.", ACTOR_HEAD)
+        assert_after(critic, golden, "critic_train.after.", CRITIC_HEAD)
     else:
         for net, state in zip((actor, critic), before, strict=True):
             assert all(torch.equal(value, state[name]) for name, value in net.state_dict().items())
 
 
-def test_policy_acts_with_the_published_deterministic_action_on_running_statistics():
-    net, _ = build(GOLDEN)
-    actor = flash_actor({"observation": 5}, Bounded(-1, 1, (3,)), hidden_dim=8)
+def test_policy_acts_with_the_published_deterministic_action_on_running_statistics(golden):
+    net, _ = build(golden)
+    sizes = {name: int(value) for name, value in golden.under("config.").items()}
+    box = Bounded(-1, 1, (sizes["action_dim"],))
+    actor = flash_actor({"observation": sizes["obs_dim"]}, box, hidden_dim=sizes["actor_hidden_dim"])
     actor.module[0].module.load_state_dict(net.state_dict())
     for mode in (True, False):  # a policy that is being trained is in train() mode
         actor.train(mode)
-        loc = actor(TensorDict(observation=GOLDEN["obs"], batch_size=[12]))["loc"]
-        assert_close(loc.tanh(), GOLDEN["actor_eval.deterministic_action"], **OUTPUT)
+        loc = actor(TensorDict(observation=golden["obs"], batch_size=[len(golden["obs"])]))["loc"]
+        assert_close(loc.tanh(), golden["actor_eval.deterministic_action"], **OUTPUT)
 
 
 def on_spheres(net):
@@ -160,11 +165,11 @@ def test_any_batch_shape(batch):
     assert_close(log_prob.reshape(-1, 2, 101), flat[1])
 
 
-def test_reduced_precision_leaves_the_outputs_in_single():
-    actor, critic = build(GOLDEN)
+def test_reduced_precision_leaves_the_outputs_in_single(golden):
+    actor, critic = build(golden)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        outputs = [*actor(GOLDEN["obs"]), *critic(GOLDEN["obs"], GOLDEN["critic_action"])]
-    exact = [*actor(GOLDEN["obs"]), *critic(GOLDEN["obs"], GOLDEN["critic_action"])]
+        outputs = [*actor(golden["obs"]), *critic(golden["obs"], golden["critic_action"])]
+    exact = [*actor(golden["obs"]), *critic(golden["obs"], golden["critic_action"])]
     for reduced, single in zip(outputs, exact, strict=True):
         assert reduced.dtype == torch.float32 and not torch.equal(reduced, single)
         assert_close(reduced, single, rtol=0.1, atol=0.1)

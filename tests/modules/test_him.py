@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -20,13 +18,10 @@ LAYOUT = HIMLayout(frame=10, frames=6, order="oldest_first")
 CLOSE = dict(rtol=1e-5, atol=1e-5)
 
 
-@pytest.fixture(scope="module")
-def golden() -> dict[str, Tensor]:
-    with np.load(Path(__file__).parents[1] / "golden" / "him.npz", allow_pickle=False) as data:
-        return {name: torch.tensor(data[name]) for name in data.files}
+GOLDEN = "him"
 
 
-def load(network: nn.Module, golden: dict[str, Tensor], name: str) -> None:
+def load(network: nn.Module, golden: Any, name: str) -> None:
     layers = [layer for layer in network.modules() if isinstance(layer, nn.Linear)]
     with torch.no_grad():
         for i, layer in enumerate(layers):
@@ -34,9 +29,17 @@ def load(network: nn.Module, golden: dict[str, Tensor], name: str) -> None:
             layer.bias.copy_(golden[f"{name}{i}_bias"])
 
 
-def golden_actor(golden: dict[str, Tensor], layout: HIMLayout = LAYOUT) -> HIMActor:
+def golden_actor(golden: Any, order: Literal["oldest_first", "newest_first"] | None = None) -> HIMActor:
+    frame, frames = int(golden["cfg_one_step_obs"]), int(golden["cfg_history"])
+    published = "oldest_first" if golden["cfg_current_frame_is_last"] else "newest_first"
+    layout = HIMLayout(frame=frame, frames=frames, order=order or published)
     actor = HIMActor(
-        layout, 4, hidden=(12, 8), encoder_hidden=(16, 12), target_hidden=(12, 8), latent_dim=4, num_prototypes=8
+        layout,
+        golden["actor_mean"].shape[-1],
+        hidden=golden["cfg_actor_hidden_dims"].tolist(),
+        encoder_hidden=golden["cfg_encoder_hidden_dims"].tolist(),
+        target_hidden=golden["cfg_target_hidden_dims"].tolist(),
+        **{name: int(golden[f"cfg_{name}"]) for name in ("latent_dim", "num_prototypes", "target_skip_dim")},
     )
     load(actor.estimator.encoder, golden, "encoder")
     load(actor.estimator.target_encoder, golden, "target")
@@ -45,7 +48,7 @@ def golden_actor(golden: dict[str, Tensor], layout: HIMLayout = LAYOUT) -> HIMAc
     return actor
 
 
-def test_estimates_targets_and_actions_match_the_published_ones(golden: dict[str, Tensor]) -> None:
+def test_estimates_targets_and_actions_match_the_published_ones(golden: Any) -> None:
     actor = golden_actor(golden)
     velocity, latent = actor.estimator(golden["obs_history"])
     torch.testing.assert_close(velocity, golden["velocity"], **CLOSE)
@@ -54,12 +57,15 @@ def test_estimates_targets_and_actions_match_the_published_ones(golden: dict[str
     torch.testing.assert_close(actor.estimator.target(golden["next_critic_obs"]), golden["target_latent"], **CLOSE)
     torch.testing.assert_close(actor(golden["obs_history"])[0], golden["actor_mean"], **CLOSE)
     torch.testing.assert_close(actor.estimator.unit_prototypes(), golden["prototypes"], **CLOSE)
-    assert torch.equal(LAYOUT.velocity_of(golden["next_critic_obs"]), golden["next_critic_obs"][:, 10:])
+    frame = int(golden["cfg_one_step_obs"])
+    found = actor.estimator.layout.velocity_of(golden["next_critic_obs"])
+    assert torch.equal(found, golden["next_critic_obs"][:, frame:])
 
 
-def test_assignments_match_the_published_ones(golden: dict[str, Tensor]) -> None:
+def test_assignments_match_the_published_ones(golden: Any) -> None:
     for side in "st":
-        torch.testing.assert_close(sinkhorn(golden[f"score_{side}"]), golden[f"q_{side}"], **CLOSE)
+        found = sinkhorn(golden[f"score_{side}"], float(golden["cfg_sinkhorn_eps"]), int(golden["cfg_sinkhorn_iters"]))
+        torch.testing.assert_close(found, golden[f"q_{side}"], **CLOSE)
 
 
 def test_assignments_by_hand() -> None:
@@ -102,9 +108,9 @@ def test_actor_and_estimator_do_not_train_each_other() -> None:
     assert names == {"estimator.encoder"}
 
 
-def test_both_orders_of_one_stack_give_one_action(golden: dict[str, Tensor]) -> None:
-    newest = golden_actor(golden, HIMLayout(frame=10, frames=6, order="newest_first"))
-    reversed_stack = golden["obs_history"].unflatten(1, (6, 10)).flip(1).flatten(1)
+def test_both_orders_of_one_stack_give_one_action(golden: Any) -> None:
+    newest = golden_actor(golden, "newest_first")
+    reversed_stack = golden["obs_history"].unflatten(1, (int(golden["cfg_history"]), -1)).flip(1).flatten(1)
     torch.testing.assert_close(newest(reversed_stack)[0], golden["actor_mean"], **CLOSE)
     assert not torch.allclose(newest(golden["obs_history"])[0], golden["actor_mean"], atol=1e-2)
 

@@ -1,8 +1,5 @@
 """The RMA actor against published numbers, its compositions, and widths that do not fit."""
 
-from pathlib import Path
-
-import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -14,10 +11,7 @@ CLOSE = dict(atol=1e-5, rtol=1e-5)
 WIDTHS = dict(prop=6, scan=11, priv_explicit=3, priv_latent=5, history=60)
 
 
-@pytest.fixture(scope="module")
-def golden():
-    path = Path(__file__).parents[1] / "golden" / "rma.npz"
-    return {name: torch.from_numpy(value) for name, value in np.load(path, allow_pickle=False).items()}
+GOLDEN = "rma"
 
 
 def copy_layers(module, golden, names):
@@ -86,11 +80,22 @@ def test_means_of_all_compositions_equal_the_published_ones(golden, expected, op
     torch.testing.assert_close(loc, golden[expected], **CLOSE)
     torch.testing.assert_close(scale, torch.ones_like(loc))
     flat = rma_policy(actor, "policy", **options)
-    torch.testing.assert_close(flat(TensorDict(policy=golden["obs"], batch_size=[7]))["loc"], golden[expected], **CLOSE)
+    torch.testing.assert_close(
+        flat(TensorDict(policy=golden["obs"], batch_size=[len(golden["obs"])]))["loc"], golden[expected], **CLOSE
+    )
     separate = rma_policy(actor, {"history": "past"}, **options)
     read = {"past" if name == "history" else name: chunk for name, chunk in chunks.items()}
-    td = TensorDict({name: read[name] for name in separate.in_keys}, batch_size=[7])
+    td = TensorDict({name: read[name] for name in separate.in_keys}, batch_size=[len(golden["obs"])])
     torch.testing.assert_close(separate(td)["loc"], golden[expected], **CLOSE)
+
+
+def test_estimates_take_the_place_of_the_true_entries(golden):
+    actor = reference_actor(golden)
+    estimated, prop = golden["obs_estimated"], golden["obs"][:, : actor.widths["prop"]]
+    torch.testing.assert_close(chunks_of(estimated, actor.widths)["priv_explicit"], actor.estimator(prop), **CLOSE)
+    for expected, latent in (("mean_estimated_priv", "privileged"), ("mean_estimated_hist", "history")):
+        loc, _ = actor(**chunks_of(estimated, actor.widths), latent=latent)
+        torch.testing.assert_close(loc, golden[expected], **CLOSE)
 
 
 def test_a_scan_latent_from_elsewhere(golden):
@@ -103,7 +108,7 @@ def test_a_scan_latent_from_elsewhere(golden):
 
 @pytest.mark.parametrize("frames", [20, 50])
 def test_history_encoders_of_other_lengths_equal_the_published_ones(golden, frames):
-    encoder = HistoryEncoder(6, frames, 3)
+    encoder = HistoryEncoder(golden[f"hist{frames}_input"].shape[-1], frames, golden[f"hist{frames}_latent"].shape[-1])
     copy_layers(encoder, golden, history_layers(f"hist{frames}_encoder", golden))
     history = golden[f"hist{frames}_input"]
     torch.testing.assert_close(encoder(history.flatten(1)), golden[f"hist{frames}_latent"], **CLOSE)

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -37,10 +36,7 @@ GROUPS = {"policy": 5, "scan": 7}
 SMALL = dict(hidden_dim=16, encoder_hidden=(8,), latent_dim=6)
 
 
-@pytest.fixture(scope="module")
-def golden():
-    path = Path(__file__).parents[1] / "golden" / "simbav2.npz"
-    return {name: torch.from_numpy(value) for name, value in np.load(path, allow_pickle=False).items()}
+GOLDEN = "simbav2"
 
 
 def parameter_names(num_blocks):
@@ -105,8 +101,28 @@ def test_start_values_equal_the_published_ones(golden, reference):
     assert off_sphere(net) < 1e-6
 
 
+def test_constants_equal_the_published_ones(golden, reference):
+    net, _ = reference
+    c = {name: float(value) for name, value in golden.under("config.").items()}
+    for scaler, name in ((net.embedder.scaler, "scaler"), (net.head.scaler, "predictor_scaler")):
+        assert scaler.weight.tolist() == pytest.approx([c[f"{name}_scale"]] * len(scaler.weight))
+        assert scaler.ratio == pytest.approx(c[f"{name}_init"] / c[f"{name}_scale"])
+    for block in net.blocks:
+        assert block.alpha.weight.tolist() == pytest.approx([c["alpha_scale"]] * len(block.alpha.weight))
+        assert block.alpha.ratio == pytest.approx(c["alpha_init"] / c["alpha_scale"])
+    # Dead units leave the small constant, and what is shorter than the smallest norm keeps its ratio to it.
+    block, unit = net.blocks[0], nn.functional.normalize(torch.ones(int(c["hidden_dim"])), dim=0)
+    with torch.no_grad():
+        dead = block.w2(torch.full((block.w2.in_features,), c["relu_eps"]))
+        block.alpha.weight.fill_(1 / block.alpha.ratio)
+        dead = nn.functional.normalize(dead, dim=-1, eps=c["l2_eps"])
+        torch.testing.assert_close(block(torch.zeros_like(unit)), dead, rtol=1e-5, atol=1e-6)
+        block.alpha.weight.zero_()
+        torch.testing.assert_close(block(0.5 * c["l2_eps"] * unit), 0.5 * unit, rtol=1e-5, atol=1e-6)
+
+
 def test_projection_equals_the_published_one(golden):
-    layer = HyperDense(6, 4)
+    layer = HyperDense(*golden["project.weight"].t().shape)
     for given, expected in [(golden["project.weight"], golden["project.weight_unit"])] + [
         *zip(golden["project.stacked_weight"], golden["project.stacked_weight_unit"], strict=True)
     ]:

@@ -1,6 +1,6 @@
 """APGLoss on rollouts of DifferentiableCollector: published numbers, numbers by hand, finite differences."""
 
-from pathlib import Path
+from functools import partial
 
 import numpy as np
 import pytest
@@ -18,9 +18,7 @@ from edenrl.envs import CartPoleSwingUp, PointMass
 from edenrl.modules import gaussian_actor
 from edenrl.objectives import APGLoss
 
-GOLDEN = {
-    name: torch.from_numpy(value) for name, value in np.load(Path(__file__).parents[1] / "golden/apg.npz").items()
-}
+GOLDEN = "apg"
 RETURNS, GRADIENTS = dict(rtol=1e-5, atol=1e-5), dict(rtol=1e-4, atol=1e-6)
 
 
@@ -85,85 +83,95 @@ def collect(env, actor, steps, **kwargs):
     return DifferentiableCollector(env, actor, steps, exploration_type=ExplorationType.DETERMINISTIC, **kwargs)
 
 
-def integrator(state, action):
+def integrator(state, action, dt):
     a = action.tanh()
-    v = state[:, 2:] + 0.1 * a
-    p = state[:, :2] + 0.1 * v
+    v = state[:, 2:] + dt * a
+    p = state[:, :2] + dt * v
     cost = p.square().sum(-1) + 0.1 * v.square().sum(-1) + 0.01 * a.square().sum(-1)
     return torch.cat([p, v], -1), -cost.unsqueeze(-1)
 
 
 @pytest.fixture
-def golden_actor():
+def golden_actor(golden):
     linear = nn.Linear(4, 2)
     with torch.no_grad():
-        linear.weight.copy_(GOLDEN["policy.weight"])
-        linear.bias.copy_(GOLDEN["policy.bias"])
+        linear.weight.copy_(golden["policy.weight"])
+        linear.bias.copy_(golden["policy.bias"])
     return linear_actor(linear)
 
 
-def golden_env():
-    return Scripted(GOLDEN["initial_state"], integrator, 2, GOLDEN["dones"], GOLDEN["reset_state"])
+def golden_env(golden):
+    dynamics = partial(integrator, dt=golden["dt"])
+    actions = golden["pre_squash_actions"].shape[-1]
+    return Scripted(golden["initial_state"], dynamics, actions, golden["dones"], golden["reset_state"])
 
 
-def golden_gradient(actor, case, collector, segments=1, **loss_options):
+def golden_gradient(golden, actor, case, collector, segments=1, **loss_options):
     """Accumulates the update's gradient, compares it, and returns the segments and the loss of each."""
-    loss = APGLoss(actor, gamma=0.95, **loss_options)
+    loss = APGLoss(actor, gamma=float(golden["gamma"]), **loss_options)
     kept, losses = [], []
     for segment in collector.update(segments):
         if case == "complete_scaled":
-            segment["objective_scale"] = GOLDEN["objective_scale"][:, None, None].expand(*segment.shape, 1)
+            segment["objective_scale"] = golden["objective_scale"][:, None, None].expand(*segment.shape, 1)
         out = loss(segment)
         out["loss_objective"].backward()
         kept.append(segment)
         losses.append(out.detach())
     linear = actor.module[0].linear
     for name in ("weight", "bias"):
-        torch.testing.assert_close(getattr(linear, name).grad, GOLDEN[f"grad.{case}.{name}"], **GRADIENTS)
+        torch.testing.assert_close(getattr(linear, name).grad, golden[f"grad.{case}.{name}"], **GRADIENTS)
     return kept, losses
 
 
-def test_golden_rollout_is_reproduced(golden_actor):
-    (data,), _ = golden_gradient(golden_actor, "one_segment", collect(golden_env(), golden_actor, 10))
+def test_golden_rollout_is_reproduced(golden, golden_actor):
+    collector = collect(golden_env(golden), golden_actor, len(golden["rewards"]))
+    (data,), _ = golden_gradient(golden, golden_actor, "one_segment", collector)
     for key, name in (("observation", "observations"), ("action", "pre_squash_actions")):
-        torch.testing.assert_close(data[key].transpose(0, 1), GOLDEN[name], **RETURNS)
-    torch.testing.assert_close(data["next", "reward"].squeeze(-1).T, GOLDEN["rewards"], **RETURNS)
-    assert torch.equal(data["next", "done"].squeeze(-1).T, GOLDEN["dones"])
+        torch.testing.assert_close(data[key].transpose(0, 1), golden[name], **RETURNS)
+    torch.testing.assert_close(data["next", "reward"].squeeze(-1).T, golden["rewards"], **RETURNS)
+    torch.testing.assert_close(data["action"].tanh().transpose(0, 1), golden["accelerations"], **RETURNS)
+    assert torch.equal(data["next", "done"].squeeze(-1).T, golden["dones"])
+    last = torch.where(golden["dones"][-1, :, None], golden["reset_state"][-1], data["next", "observation"][:, -1])
+    torch.testing.assert_close(last, golden["final_observation"], **RETURNS)
 
 
 @pytest.mark.parametrize(
     ("case", "mode"), [("one_segment", "segment"), ("complete", "complete"), ("complete_scaled", "complete")]
 )
-def test_golden_returns_and_gradients(golden_actor, case, mode):
-    collector = collect(golden_env(), golden_actor, 10)
-    (data,), (out,) = golden_gradient(golden_actor, case, collector, mode=mode)
+def test_golden_returns_and_gradients(golden, golden_actor, case, mode):
+    collector = collect(golden_env(golden), golden_actor, len(golden["rewards"]))
+    (data,), (out,) = golden_gradient(golden, golden_actor, case, collector, mode=mode)
     expected = {"one_segment": "segmented", "complete": "complete", "complete_scaled": "complete_scaled"}[case]
-    torch.testing.assert_close(out["loss_objective"], GOLDEN[f"loss.{expected}"], **RETURNS)
-    torch.testing.assert_close(out["objective"], -GOLDEN[f"loss.{expected}"], **RETURNS)
-    alive = GOLDEN["alive_mask"].float().mean() if mode == "complete" else torch.tensor(1.0)
+    torch.testing.assert_close(out["loss_objective"], golden[f"loss.{expected}"], **RETURNS)
+    torch.testing.assert_close(out["objective"], -golden[f"loss.{expected}"], **RETURNS)
+    alive = golden["alive_mask"].float().mean() if mode == "complete" else torch.tensor(1.0)
     torch.testing.assert_close(out["alive_fraction"], alive)
     if case != "complete_scaled":
         with torch.no_grad():
-            rows = APGLoss(golden_actor, gamma=0.95, mode=mode, reduction="none")(data)["loss_objective"]
-        torch.testing.assert_close(-rows, GOLDEN[f"{expected}_return"], **RETURNS)
+            loss = APGLoss(golden_actor, gamma=float(golden["gamma"]), mode=mode, reduction="none")
+            rows = loss(data)["loss_objective"]
+        torch.testing.assert_close(-rows, golden[f"{expected}_return"], **RETURNS)
 
 
-def test_golden_segments_carry_the_discount_and_cut_the_gradient(golden_actor):
-    collector = collect(golden_env(), golden_actor, int(GOLDEN["segment_length"]))
-    segments, losses = golden_gradient(golden_actor, "two_segments", collector, segments=2)
+def test_golden_segments_carry_the_discount_and_cut_the_gradient(golden, golden_actor):
+    collector = collect(golden_env(golden), golden_actor, int(golden["segment_length"]))
+    segments, losses = golden_gradient(golden, golden_actor, "two_segments", collector, segments=2)
     each = torch.stack([out["loss_objective"] for out in losses])
-    torch.testing.assert_close(each, GOLDEN["loss.two_segments"], **RETURNS)
-    torch.testing.assert_close(each.sum(), GOLDEN["loss.segmented"], **RETURNS)
+    torch.testing.assert_close(each, golden["loss.two_segments"], **RETURNS)
+    for name in ("loss.two_segments_total", "loss.segmented"):
+        torch.testing.assert_close(each.sum(), golden[name], **RETURNS)
     # The discount after the first segment is the one the second starts with.
-    started = 0.95 ** segments[1]["elapsed"][:, 0, 0].float()
-    torch.testing.assert_close(started, GOLDEN["two_segments.discount_after"][0], **RETURNS)
+    started = golden["gamma"] ** segments[1]["elapsed"][:, 0, 0].float()
+    torch.testing.assert_close(started, golden["two_segments.discount_after"][0], **RETURNS)
 
 
-def test_golden_adjoint_clipping_within_a_rollout(golden_actor):
-    collector = collect(golden_env(), golden_actor, 10, action_adjoint_max_norm=0.05)
-    golden_gradient(golden_actor, "one_segment_adjoint_clip", collector)
+def test_golden_adjoint_clipping_within_a_rollout(golden, golden_actor):
+    limit = float(golden["adjoint_clip.max_norm"])
+    steps = len(golden["rewards"])
+    collector = collect(golden_env(golden), golden_actor, steps, action_adjoint_max_norm=limit)
+    golden_gradient(golden, golden_actor, "one_segment_adjoint_clip", collector)
     metrics = collector.metrics()
-    expected = {name.split(".")[1]: value for name, value in GOLDEN.items() if name.startswith("adjoint_clip.")}
+    expected = golden.under("adjoint_clip.")
     assert metrics["adjoint_rows"] == expected["rows"]
     assert metrics["adjoint_clipped_rows"] == expected["clipped_rows"]
     assert metrics["adjoint_nonfinite_rows"] == expected["nonfinite_rows"]

@@ -3,7 +3,6 @@
 import importlib.util
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -18,9 +17,7 @@ depth_task = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(depth_task)
 DepthTask, make_networks = depth_task.DepthTask, depth_task.make_networks
 
-GOLDEN = {
-    name: torch.from_numpy(value) for name, value in np.load(Path(__file__).parents[1] / "golden/depth.npz").items()
-}
+GOLDEN = "depth"
 LOSSES = ["loss_action", "loss_yaw"]
 
 
@@ -45,28 +42,29 @@ def collect(steps=10, envs=6, seed=0):
     return student, iter(collector)
 
 
-def test_golden_losses_and_gradients(loss):
-    """Six actions and three yaw angles: the encoder ran at every other step."""
-    actions, yaws = GOLDEN["student_actions"].clone().requires_grad_(), GOLDEN["yaw_student"].clone().requires_grad_()
-    spread = torch.full((6, 2), float("nan"))  # what lies between images must not matter
+def test_golden_losses_and_gradients(golden, loss):
+    """Twice as many actions as yaw angles: the encoder ran at every other step."""
+    actions, yaws = golden["student_actions"].clone().requires_grad_(), golden["yaw_student"].clone().requires_grad_()
+    steps = len(actions)
+    spread = torch.full((steps, 2), float("nan"))  # what lies between images must not matter
     prediction, true = spread.clone(), spread.clone()
-    prediction[::2], true[::2] = yaws, GOLDEN["yaw_true"]
+    prediction[::2], true[::2] = yaws, golden["yaw_true"]
     data = TensorDict(
-        teacher_action=GOLDEN["teacher_actions"],
+        teacher_action=golden["teacher_actions"],
         student_action=actions,
         yaw=true,
         yaw_prediction=prediction,
-        depth_new=(torch.arange(6) % 2 == 0).unsqueeze(-1),
-        batch_size=[6],
+        depth_new=(torch.arange(steps) % 2 == 0).unsqueeze(-1),
+        batch_size=[steps],
     )
     out = loss(data)
-    torch.testing.assert_close(out["loss_action"], GOLDEN["loss_action"], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(out["loss_yaw"], GOLDEN["loss_yaw"], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(out["loss_action"], golden["loss_action"], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(out["loss_yaw"], golden["loss_yaw"], rtol=1e-5, atol=1e-5)
     total = out["loss_action"] + out["loss_yaw"]
-    torch.testing.assert_close(total, GOLDEN["loss_student"], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(total, golden["loss_student"], rtol=1e-5, atol=1e-5)
     total.backward()
-    torch.testing.assert_close(actions.grad, GOLDEN["grad_student_actions"], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(yaws.grad, GOLDEN["grad_yaw_student"], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(actions.grad, golden["grad_student_actions"], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(yaws.grad, golden["grad_yaw_student"], rtol=1e-5, atol=1e-5)
 
 
 def test_an_exact_student_has_a_finite_gradient(loss):

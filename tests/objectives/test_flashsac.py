@@ -5,51 +5,49 @@ import math
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
 from torch.testing import assert_close
 from torchrl.data import Bounded
 
-from edenrl.modules import flash_actor, flash_critic, unit_norm_hook
-from edenrl.objectives import FlashSACLoss
+from edenrl.modules import FlashCritic, flash_actor, flash_critic, unit_norm_hook
+from edenrl.objectives import FlashSACLoss, flashsac
 from edenrl.objectives.flashsac import project_distribution, squashed_sample
 from edenrl.optim import GradientStep
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from flashsac_golden import ACTOR_HEAD, CRITIC_HEAD, assert_after, build, load, ours  # noqa: E402
 
-GOLDEN = {k: torch.from_numpy(v) for k, v in np.load(Path(__file__).parents[1] / "golden/flashsac_update.npz").items()}
+GOLDEN = "flashsac_update"
 FORWARD = dict(rtol=1e-4, atol=1e-5)
 LOG_PROB = dict(rtol=1e-4, atol=1e-4)
+MEAN = dict(rtol=1e-6, atol=1e-7)  # of log-probabilities, whose errors cancel
 GRADIENT = dict(rtol=1e-3, atol=1e-5)
 
 
-def config(name):
-    return GOLDEN[f"config.{name}"].item()
-
-
 @pytest.fixture
-def loss():
-    net, critic_net = build(GOLDEN)
-    actor = flash_actor({"observation": 5}, Bounded(-1, 1, (3,)), hidden_dim=8)
-    critic = flash_critic({"observation": 5}, 3, hidden_dim=8, num_bins=11)
+def loss(golden):
+    config = {name: value.item() for name, value in golden.under("config.").items()}
+    net, critic_net = build(golden)
+    groups, actions = {"observation": config["obs_dim"]}, config["action_dim"]
+    actor = flash_actor(groups, Bounded(-1, 1, (actions,)), hidden_dim=config["actor_hidden_dim"])
+    critic = flash_critic(groups, actions, hidden_dim=config["critic_hidden_dim"], num_bins=config["num_bins"])
     actor.module[0].module.load_state_dict(net.state_dict())
     critic.module.load_state_dict(critic_net.state_dict())
-    loss = FlashSACLoss(actor, critic, gamma=config("gamma"), tau=config("tau"), target_sigma=config("target_sigma"))
-    load(loss.target_critic.module, GOLDEN, "target.", CRITIC_HEAD)
-    loss.log_alpha.data.copy_(GOLDEN["log_temp"])
+    loss = FlashSACLoss(actor, critic, gamma=config["gamma"], tau=config["tau"], target_sigma=config["target_sigma"])
+    load(loss.target_critic.module, golden, "target.", CRITIC_HEAD)
+    loss.log_alpha.data.copy_(golden["log_temp"])
     return loss
 
 
 @pytest.fixture
-def batch():
-    g = GOLDEN
+def batch(golden):
+    g = golden
     ends = {"observation": g["next_obs"], "reward": g["reward"][:, None], "terminated": g["terminated"][:, None]}
-    steps = torch.full((16, 1), config("n_step"))
+    steps = torch.full((len(g["obs"]), 1), golden["config.n_step"].item())
     data = {"observation": g["obs"], "action": g["action"], "next": ends, "steps_to_next_obs": steps}
-    return TensorDict(data, batch_size=[16])
+    return TensorDict(data, batch_size=[len(g["obs"])])
 
 
 def noise(monkeypatch, *values):
@@ -57,66 +55,100 @@ def noise(monkeypatch, *values):
     monkeypatch.setattr(FlashSACLoss, "_noise", staticmethod(lambda like: queue.pop(0)))
 
 
-def gradients_are(net, prefix, head):
-    named, checked = dict(net.named_parameters()), 0
-    for name, value in GOLDEN.items():
-        if name.startswith(prefix):
-            assert_close(named[ours(name.removeprefix(prefix), head)].grad, value, **GRADIENT)
-            checked += 1
-    assert checked == len(named)
+def watch(monkeypatch, owner, name):
+    """What a function is given and returns from now on, call by call."""
+    calls, original = [], getattr(owner, name)
+
+    def watched(*args, **kwargs):
+        calls.append((args, original(*args, **kwargs)))
+        return calls[-1][1]
+
+    monkeypatch.setattr(owner, name, watched)
+    return calls
 
 
-def test_actor_step_is_the_published_one(loss, batch, monkeypatch):
-    noise(monkeypatch, GOLDEN["noise_actor"])
+def gradients_are(golden, net, prefix, head):
+    named, published = dict(net.named_parameters()), golden.under(prefix)
+    assert len(published) == len(named)
+    for name, value in published.items():
+        assert_close(named[ours(name, head)].grad, value, **GRADIENT)
+
+
+def test_actor_step_is_the_published_one(golden, loss, batch, monkeypatch):
+    noise(monkeypatch, golden["noise_actor"])
     critic_before = copy.deepcopy(loss.critic_network.state_dict())
+    samples = watch(monkeypatch, flashsac, "squashed_sample")
     out = loss.actor_loss(batch)
-    assert_close(out["loss_actor"], GOLDEN["actor_step.loss"], **FORWARD)
-    assert_close(out["entropy"], GOLDEN["actor_step.entropy"], **LOG_PROB)
-    assert_close(out["log_prob"], GOLDEN["actor_step.log_prob"][:16], **LOG_PROB)
-    assert_close(out["q_value"], GOLDEN["actor_step.q"].amin(0).mean(), **FORWARD)
+    ((_, (action, log_prob)),) = samples
+    assert_close(action, golden["actor_step.action"], **FORWARD)
+    assert_close(log_prob, golden["actor_step.log_prob"], **LOG_PROB)
+    assert_close(out["loss_actor"], golden["actor_step.loss"], **FORWARD)
+    assert_close(out["entropy"], golden["actor_step.entropy"], **MEAN)
+    assert_close(out["log_prob"], golden["actor_step.log_prob"][: len(batch)], **LOG_PROB)
+    assert_close(out["q_value"], golden["actor_step.q"].amin(0).mean(), **FORWARD)
     out["loss_actor"].backward()
     actor = loss.actor_network.module[0].module
-    gradients_are(actor, "actor_step.grad.", ACTOR_HEAD)
-    assert_after(actor, GOLDEN, "actor_step.after.", ACTOR_HEAD)
+    gradients_are(golden, actor, "actor_step.grad.", ACTOR_HEAD)
+    assert_after(actor, golden, "actor_step.after.", ACTOR_HEAD)
     assert all(torch.equal(v, critic_before[k]) for k, v in loss.critic_network.state_dict().items())
     assert all(p.grad is None and p.requires_grad for p in loss.critic_network.parameters())
     temperature = loss.temperature_loss(batch, out["log_prob"])["loss_temperature"]
     temperature.backward()
-    assert_close(torch.tensor(loss.target_entropy), GOLDEN["target_entropy"])
-    assert_close(temperature, GOLDEN["temperature_step.loss"], **LOG_PROB)
-    assert_close(loss.log_alpha.grad, GOLDEN["temperature_step.grad"], **LOG_PROB)
+    assert_close(torch.tensor(loss.target_entropy), golden["target_entropy"])
+    assert_close(temperature, golden["temperature_step.loss"], **MEAN)
+    assert_close(loss.log_alpha.grad, golden["temperature_step.grad"], **MEAN)
 
 
-def test_critic_step_is_the_published_one(loss, batch, monkeypatch):
-    noise(monkeypatch, GOLDEN["noise_next"])
+def test_critic_step_is_the_published_one(golden, loss, batch, monkeypatch):
+    noise(monkeypatch, golden["noise_next"])
     actor_before = copy.deepcopy(loss.actor_network.state_dict())
+    samples = watch(monkeypatch, flashsac, "squashed_sample")
+    logits = watch(monkeypatch, FlashCritic, "logits")
+    projections = watch(monkeypatch, flashsac, "project_distribution")
     out = loss.critic_loss(batch)
-    assert_close(out["loss_critic"], GOLDEN["critic_step.loss"], **FORWARD)
+    ((_, (action, log_prob)),) = samples
+    assert_close(action, golden["critic_step.next_action"], **FORWARD)
+    assert_close(log_prob, golden["critic_step.next_log_prob"], **LOG_PROB)
+    later, now = (found.log_softmax(-1) for _, found in logits)
+    value = loss.target_critic.module.value(later)
+    assert_close(value.t(), golden["critic_step.next_q"], **FORWARD)
+    assert torch.equal(value.argmin(-1), golden["critic_step.min_index"])
+    assert_close(now.transpose(0, 1), golden["critic_step.pred_log_prob"], **FORWARD)
+    (((probs, places, atoms), target),) = projections
+    assert_close(probs.log(), golden["critic_step.selected_log_prob"], **FORWARD)
+    assert_close(target, golden["critic_step.target_probs"], **FORWARD)
+    runs_on, soft = 1.0 - golden["terminated"].float(), golden["log_temp"].exp() * golden["critic_step.next_log_prob"]
+    expected = golden["reward"][:, None] + golden["gamma_n"] * runs_on[:, None] * (atoms - soft[:, None])
+    assert_close(places, expected, **FORWARD)
+    assert_close(out["loss_critic"], golden["critic_step.loss"], **FORWARD)
     out["loss_critic"].backward()
-    gradients_are(loss.critic_network.module, "critic_step.grad.", CRITIC_HEAD)
-    assert_after(loss.critic_network.module, GOLDEN, "critic_step.after.critic.", CRITIC_HEAD)
-    assert_after(loss.target_critic.module, GOLDEN, "critic_step.after.target.", CRITIC_HEAD)
+    gradients_are(golden, loss.critic_network.module, "critic_step.grad.", CRITIC_HEAD)
+    assert_after(loss.critic_network.module, golden, "critic_step.after.critic.", CRITIC_HEAD)
+    assert_after(loss.target_critic.module, golden, "critic_step.after.target.", CRITIC_HEAD)
     # The actor draws with its running statistics and is left as it is; the target learns by averaging alone.
     assert all(torch.equal(v, actor_before[k]) for k, v in loss.actor_network.state_dict().items())
     frozen = [*loss.actor_network.parameters(), loss.log_alpha, *loss.target_critic.parameters()]
     assert all(p.grad is None for p in frozen)
-    target = (GOLDEN["critic_step.target_probs"] * loss.target_critic.module.atoms).sum(-1).mean()
+    target = (golden["critic_step.target_probs"] * loss.target_critic.module.atoms).sum(-1).mean()
     assert_close(out["target_value"], target, **FORWARD)
 
 
-def test_target_parameters_move_by_polyak_alone(loss):
+def test_target_parameters_move_by_polyak_alone(golden, loss):
     before = copy.deepcopy(loss.target_critic.state_dict())
     loss.update_target()
+    moved = {ours(name, CRITIC_HEAD): value for name, value in golden.under("polyak.").items()}
     for name, value in loss.target_critic.module.named_parameters():
-        theirs = next(k for k in GOLDEN if k.startswith("polyak.") and ours(k[7:], CRITIC_HEAD) == name)
-        assert_close(value.data, GOLDEN[theirs], rtol=1e-5, atol=1e-6)
+        assert_close(value.data, moved[name], rtol=1e-5, atol=1e-6)
     for name, value in loss.target_critic.named_buffers():
         assert torch.equal(value, before[name])
 
 
-def test_whole_update_is_the_published_one(loss, batch, monkeypatch):
-    noise(monkeypatch, GOLDEN["noise_actor"], GOLDEN["noise_next"])
-    adam = {name: torch.optim.Adam(ps, lr=config("learning_rate")) for name, ps in loss.parameter_groups().items()}
+def test_whole_update_is_the_published_one(golden, loss, batch, monkeypatch):
+    noise(monkeypatch, golden["noise_actor"], golden["noise_next"])
+    adam = {
+        name: torch.optim.Adam(ps, lr=golden["config.learning_rate"].item())
+        for name, ps in loss.parameter_groups().items()
+    }
     unit_norm_hook(adam["policy"], loss.actor_network)
     unit_norm_hook(adam["critic"], loss.critic_network)
     out = loss.actor_loss(batch)
@@ -125,11 +157,11 @@ def test_whole_update_is_the_published_one(loss, batch, monkeypatch):
     loss.temperature_loss(batch, out["log_prob"])["loss_temperature"].backward()
     adam["temperature"].step()
     critic = loss.critic_loss(batch)["loss_critic"]
-    assert_close(critic, GOLDEN["full.critic_loss"], **FORWARD)
+    assert_close(critic, golden["full.critic_loss"], **FORWARD)
     critic.backward()
     adam["critic"].step()
     loss.update_target()
-    assert_close(loss.log_alpha.data, GOLDEN["full.log_temp"], **FORWARD)
+    assert_close(loss.log_alpha.data, golden["full.log_temp"], **FORWARD)
     networks = {
         "full.actor.": (loss.actor_network.module[0].module, ACTOR_HEAD),
         "full.critic.": (loss.critic_network.module, CRITIC_HEAD),
@@ -137,17 +169,18 @@ def test_whole_update_is_the_published_one(loss, batch, monkeypatch):
     }
     for prefix, (net, head) in networks.items():
         named = dict(net.named_parameters())
-        for name in [k for k in GOLDEN if k.startswith(prefix)]:
-            assert_close(named[ours(name.removeprefix(prefix), head)].data, GOLDEN[name], **FORWARD)
+        for name, value in golden.under(prefix).items():
+            assert_close(named[ours(name, head)].data, value, **FORWARD)
 
 
-def test_projection_is_the_published_one():
-    atoms = torch.linspace(-5, 5, 11)
-    reward, term = GOLDEN["project.reward"][:, None], GOLDEN["project.terminated"][:, None].float()
-    values = reward + GOLDEN["project.gamma_n"] * (1 - term) * (atoms - GOLDEN["project.entropy_term"][:, None])
-    got = project_distribution(GOLDEN["project.log_probs"].exp(), values, atoms)
-    assert_close(got, GOLDEN["project.target_probs"], rtol=1e-5, atol=1e-6)
-    assert_close(got.sum(-1), torch.ones(16))
+def test_projection_is_the_published_one(golden):
+    low, high, bins = (golden[f"config.{name}"].item() for name in ("min_v", "max_v", "num_bins"))
+    atoms = torch.linspace(low, high, bins)
+    reward, term = golden["project.reward"][:, None], golden["project.terminated"][:, None].float()
+    values = reward + golden["project.gamma_n"] * (1 - term) * (atoms - golden["project.entropy_term"][:, None])
+    got = project_distribution(golden["project.log_probs"].exp(), values, atoms)
+    assert_close(got, golden["project.target_probs"], rtol=1e-5, atol=1e-6)
+    assert_close(got.sum(-1), torch.ones(len(reward)))
 
 
 def test_density_stays_exact_where_the_tanh_saturates():

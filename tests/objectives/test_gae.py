@@ -1,7 +1,5 @@
 """GAE against golden numbers, a slow reference, and hand-computed time-out cases."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -13,7 +11,8 @@ from torchrl.objectives.value import GAE as TorchRLGAE
 from edenrl.modules import value_critic
 from edenrl.objectives import GAE
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "gae.npz"
+GOLDEN = "gae"
+CLOSE = dict(rtol=1e-5, atol=1e-5)
 
 
 class CountingIdentity(nn.Module):
@@ -50,22 +49,62 @@ def make_rollout(obs, next_obs, reward, terminated, truncated):
     )
 
 
-def test_golden_exact_bootstrap():
-    g = dict(np.load(GOLDEN, allow_pickle=False))
-    done, time_outs = g["dones"].T, g["time_outs"].T
-    values, final = g["values"].T, g["final_values"].T
-    following = np.concatenate([g["values"][1:], g["last_values"][None]]).T
-    td = make_rollout(values, np.where(done, final, following), g["rewards"].T, done & ~time_outs, time_outs)
-    out = GAE(gamma=0.99, lmbda=0.95, value_network=identity_critic())(td.clone())
-    close = dict(rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(out["advantage"][..., 0], torch.from_numpy(g["exact.advantages"]).T, **close)
-    torch.testing.assert_close(out["value_target"][..., 0], torch.from_numpy(g["exact.returns"]).T, **close)
-    torch.testing.assert_close(out["advantage"], torch.from_numpy(g["torchrl.advantage"]), **close)
-    normal = GAE(gamma=0.99, lmbda=0.95, value_network=identity_critic(), average_gae=True)(td.clone())
-    expected = torch.from_numpy(g["exact.advantages_normalized"]).T
-    torch.testing.assert_close(normal["advantage"][..., 0], expected, **close)
-    # The approximation of rsl_rl differs by up to 2.0: ours is the correct one on purpose.
-    assert (out["advantage"][..., 0].T - torch.from_numpy(g["rsl.advantages"])).abs().max() > 1.5
+def golden_rollout(golden, known, reward="rewards"):
+    """The rollout of the file, with its last observations or with the first of the next episode in their place."""
+    done, time_outs, values = (golden[name].T for name in ("dones", "time_outs", "values"))
+    following = torch.cat([values[:, 1:], golden["last_values"][:, None]], 1)
+    if known:
+        following = torch.where(done, golden["final_values"].T, following)
+    return make_rollout(values, following, golden[reward].T, done & ~time_outs, time_outs)
+
+
+def golden_gae(golden, **options):
+    gamma, lmbda = float(golden["gamma"]), float(golden["lam"])
+    return GAE(gamma=gamma, lmbda=lmbda, value_network=identity_critic(), **options)
+
+
+def assert_published(found, golden, kind):
+    for key, name in (("advantage", "advantages"), ("value_target", "returns")):
+        torch.testing.assert_close(found[key][..., 0], golden[f"{kind}.{name}"].T, **CLOSE)
+
+
+def test_published_bootstrap_from_the_last_observation(golden):
+    rollout = golden_rollout(golden, known=True)
+    out = golden_gae(golden)(rollout.clone())
+    assert_published(out, golden, "exact")
+    counts = ~rollout["next", "terminated"]
+    torch.testing.assert_close(
+        rollout["next", "observation"] * counts, golden["exact.next_values"].T[..., None] * counts
+    )
+    normal = golden_gae(golden, average_gae=True)(rollout)["advantage"][..., 0]
+    torch.testing.assert_close(normal, golden["exact.advantages_normalized"].T, **CLOSE)
+
+
+def test_published_estimator_of_torchrl(golden):
+    rollout = golden_rollout(golden, known=True)
+    given = golden.under("torchrl.")
+    for name in ("reward", "done", "terminated"):
+        torch.testing.assert_close(rollout["next", name], given[name])
+    torch.testing.assert_close(rollout["observation"], given["state_value"])
+    following = {"state_value": given["next_state_value"], **rollout["next"].select("reward", "done", "terminated")}
+    data = TensorDict(state_value=given["state_value"], next=following, batch_size=rollout.shape)
+    out = GAE(gamma=float(golden["gamma"]), lmbda=float(golden["lam"]), value_network=None)(data)
+    for result in (out, golden_gae(golden)(rollout)):
+        torch.testing.assert_close(result["advantage"], given["advantage"], **CLOSE)
+        torch.testing.assert_close(result["value_target"], given["value_target"], **CLOSE)
+
+
+def test_published_approximation_of_rsl_rl(golden):
+    rollout = golden_rollout(golden, known=False)
+    assert_published(golden_gae(golden, auto_reset_env=True)(rollout.clone()), golden, "rsl")
+    normal = golden_gae(golden, auto_reset_env=True, average_gae=True)(rollout)["advantage"][..., 0]
+    torch.testing.assert_close(normal, golden["rsl.advantages_normalized"].T, **CLOSE)
+    # As published: the value of a time-out is in its reward, and every end is a termination.
+    rollout = golden_rollout(golden, known=False, reward="rsl.bootstrapped_rewards")
+    rollout["next", "terminated"] = rollout["next", "done"].clone()
+    assert_published(golden_gae(golden)(rollout), golden, "rsl")
+    # It differs a lot from the last observation's: ours is the correct one on purpose.
+    assert (golden["exact.advantages"] - golden["rsl.advantages"]).abs().max() > 1.5
 
 
 def field_case(third_terminated):

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -36,28 +35,29 @@ CLOSE = dict(rtol=1e-5, atol=1e-5)
 GRADIENT = dict(rtol=1e-4, atol=1e-5)
 
 
-@pytest.fixture(scope="module")
-def golden() -> dict[str, Tensor]:
-    with np.load(Path(__file__).parents[1] / "golden" / "him.npz", allow_pickle=False) as data:
-        return {name: torch.tensor(data[name]) for name in data.files}
+GOLDEN = "him"
 
 
 def layers(network: nn.Module) -> list[nn.Linear]:
     return [layer for layer in network.modules() if isinstance(layer, nn.Linear)]
 
 
-def load(network: nn.Module, golden: dict[str, Tensor], name: str) -> None:
+def load(network: nn.Module, golden: Any, name: str) -> None:
     with torch.no_grad():
         for i, layer in enumerate(layers(network)):
             layer.weight.copy_(golden[f"{name}{i}_weight"])
             layer.bias.copy_(golden[f"{name}{i}_bias"])
 
 
-def networks(golden: dict[str, Tensor]) -> tuple[HIMActor, ProbabilisticActor, ValueOperator]:
-    sizes = dict(hidden=(12, 8), encoder_hidden=(16, 12), target_hidden=(12, 8), latent_dim=4, num_prototypes=8)
-    actor = him_actor(LAYOUT, 4, **sizes)
+def networks(golden: Any) -> tuple[HIMActor, ProbabilisticActor, ValueOperator]:
+    frame, frames = int(golden["cfg_one_step_obs"]), int(golden["cfg_history"])
+    names = dict(hidden="actor", encoder_hidden="encoder", target_hidden="target")
+    sizes = {ours: golden[f"cfg_{theirs}_hidden_dims"].tolist() for ours, theirs in names.items()}
+    sizes |= {name: int(golden[f"cfg_{name}"]) for name in ("latent_dim", "num_prototypes", "target_skip_dim")}
+    actor = him_actor(HIMLayout(frame, frames, "oldest_first"), golden["actor_mean"].shape[-1], **sizes)
     net = actor.module[0].module
-    critic = ValueOperator(GroupMLP(13, 1, hidden=(12, 8), normalize=False), in_keys=["critic"])
+    hidden = golden["cfg_critic_hidden_dims"].tolist()
+    critic = ValueOperator(GroupMLP(frame + 3, 1, hidden=hidden, normalize=False), in_keys=["critic"])
     load(net.estimator.encoder, golden, "encoder")
     load(net.estimator.target_encoder, golden, "target")
     load(net.actor.mlp, golden, "actor")
@@ -66,10 +66,11 @@ def networks(golden: dict[str, Tensor]) -> tuple[HIMActor, ProbabilisticActor, V
     return net, actor, critic
 
 
-def golden_mirrors(golden: dict[str, Tensor]) -> dict[str, SignedPermutation]:
+def golden_mirrors(golden: Any) -> dict[str, SignedPermutation]:
     perm, sign = golden["mirror_obs_perm"].tolist(), golden["mirror_obs_sign"].tolist()
+    frames = int(golden["cfg_history"])
     return {
-        "history": SignedPermutation([10 * t + i for t in range(6) for i in perm], sign * 6),
+        "history": SignedPermutation([len(perm) * t + i for t in range(frames) for i in perm], sign * frames),
         "critic": SignedPermutation(golden["mirror_critic_perm"].tolist(), golden["mirror_critic_sign"].tolist()),
         "action": SignedPermutation(golden["mirror_action_perm"].tolist(), golden["mirror_action_sign"].tolist()),
     }
@@ -88,10 +89,15 @@ def batch(actor: nn.Module, critic: nn.Module, *shape: int, frame: int = 10, fra
     return data
 
 
-def test_estimator_losses_and_gradients_match_the_published_ones(golden: dict[str, Tensor]) -> None:
+def test_estimator_losses_and_gradients_match_the_published_ones(golden: Any) -> None:
     net, _, _ = networks(golden)
-    loss = HIMEstimatorLoss(net.estimator)
-    data = TensorDict(history=golden["obs_history"], next=dict(critic=golden["next_critic_obs"]), batch_size=[9])
+    settings = dict(temperature="temperature", sinkhorn_eps="sinkhorn_eps", sinkhorn_iterations="sinkhorn_iters")
+    loss = HIMEstimatorLoss(net.estimator, **{ours: golden[f"cfg_{name}"].item() for ours, name in settings.items()})
+    data = TensorDict(
+        history=golden["obs_history"],
+        next=dict(critic=golden["next_critic_obs"]),
+        batch_size=[len(golden["obs_history"])],
+    )
     out = loss(data)
     torch.testing.assert_close(out["loss_swap"], golden["loss_swap"], **CLOSE)
     torch.testing.assert_close(out["loss_estimation"], golden["loss_estimation"], **CLOSE)
@@ -108,10 +114,14 @@ def test_estimator_losses_and_gradients_match_the_published_ones(golden: dict[st
     assert all(p.grad is None for p in net.actor.parameters())
 
 
-def test_the_step_clips_the_estimator_at_its_own_norm(golden: dict[str, Tensor]) -> None:
+def test_the_step_clips_the_estimator_at_its_own_norm(golden: Any) -> None:
     net, _, _ = networks(golden)
     loss = HIMEstimatorLoss(net.estimator)
-    data = TensorDict(history=golden["obs_history"], next=dict(critic=golden["next_critic_obs"]), batch_size=[9])
+    data = TensorDict(
+        history=golden["obs_history"],
+        next=dict(critic=golden["next_critic_obs"]),
+        batch_size=[len(golden["obs_history"])],
+    )
     limit = float(golden["grad_norm"]) / 2
     before = {p: p.detach().clone() for p in loss.parameters()}
     step = GradientStep(loss, torch.optim.SGD(loss.parameters(), lr=1.0), max_grad_norm=limit)
@@ -123,17 +133,19 @@ def test_the_step_clips_the_estimator_at_its_own_norm(golden: dict[str, Tensor])
 
 
 @pytest.mark.parametrize("functional", [True, False])
-def test_symmetry_losses_and_gradients_match_the_published_ones(golden: dict[str, Tensor], functional: bool) -> None:
+def test_symmetry_losses_and_gradients_match_the_published_ones(golden: Any, functional: bool) -> None:
     net, actor, critic = networks(golden)
     scale = float(golden["cfg_mirror_scale"])
     loss = HIMLoss(
         actor, critic, mirrors=golden_mirrors(golden), symmetry_scale=scale, functional=functional, entropy_coeff=0.0
     )
-    data = TensorDict(history=golden["obs_history"], critic=golden["critic_obs"], batch_size=[9])
+    data = TensorDict(
+        history=golden["obs_history"], critic=golden["critic_obs"], batch_size=[len(golden["obs_history"])]
+    )
     with torch.no_grad():
         data = critic(actor(data))
     torch.testing.assert_close(data["loc"], golden["actor_mean"], **CLOSE)
-    data["advantage"] = data["value_target"] = torch.zeros(9, 1)
+    data["advantage"] = data["value_target"] = torch.zeros(len(data), 1)
     out = loss(data)
     torch.testing.assert_close(out["loss_actor_symmetry"], golden["loss_mirror_actor"], **CLOSE)
     torch.testing.assert_close(out["loss_critic_symmetry"], golden["loss_mirror_critic"], **CLOSE)
@@ -148,28 +160,40 @@ def test_symmetry_losses_and_gradients_match_the_published_ones(golden: dict[str
     assert all(p.grad is None for p in net.estimator.parameters())
 
 
-def test_on_data_with_its_mirror_the_gradient_is_twice_the_published_one(golden: dict[str, Tensor]) -> None:
+def test_on_data_with_its_mirror_the_gradient_is_twice_the_published_one(golden: Any) -> None:
     """There it does not matter that the published gradient holds M mu(o) constant, up to the factor."""
     net, actor, critic = networks(golden)
     mirrors = golden_mirrors(golden)
+
+    def held(o: Tensor) -> Tensor:
+        return (net(mirrors["history"](o))[0] - mirrors["action"](net(o)[0]).detach()).square().sum(-1).mean()
+
+    (golden["cfg_mirror_scale"] * held(golden["obs_history"])).backward()
+    for i, layer in enumerate(layers(net.actor.mlp)):
+        prefix = f"grad_mirror_actor_targetdetached_actor{i}"
+        torch.testing.assert_close(layer.weight.grad, golden[f"{prefix}_weight"], **GRADIENT)
+        torch.testing.assert_close(layer.bias.grad, golden[f"{prefix}_bias"], **GRADIENT)
     o = torch.cat([golden["obs_history"], mirrors["history"](golden["obs_history"])])
-    held = (net(mirrors["history"](o))[0] - mirrors["action"](net(o)[0]).detach()).square().sum(-1).mean()
-    expected = torch.autograd.grad(2 * held, list(net.actor.mlp.parameters()))
-    data = TensorDict(history=o, critic=torch.zeros(18, 13), batch_size=[18])
+    expected = torch.autograd.grad(2 * held(o), list(net.actor.mlp.parameters()))
+    data = TensorDict(history=o, critic=golden["critic_obs"].repeat(2, 1), batch_size=[len(o)])
     with torch.no_grad():
         data = critic(actor(data))
-    data["advantage"] = data["value_target"] = torch.zeros(18, 1)
+    data["advantage"] = data["value_target"] = torch.zeros(len(o), 1)
     loss = HIMLoss(actor, critic, mirrors=mirrors, functional=False)(data)["loss_actor_symmetry"]
     for found, wanted in zip(torch.autograd.grad(loss, list(net.actor.mlp.parameters())), expected, strict=True):
         torch.testing.assert_close(found, wanted, **GRADIENT)
 
 
-def test_mirrored_data_matches_the_published_ones(golden: dict[str, Tensor]) -> None:
+def test_mirrored_data_matches_the_published_ones(golden: Any) -> None:
     net, actor, critic = networks(golden)
-    data = TensorDict(history=golden["obs_history"], critic=golden["critic_obs"], batch_size=[9])
+    data = TensorDict(
+        history=golden["obs_history"], critic=golden["critic_obs"], batch_size=[len(golden["obs_history"])]
+    )
     data = actor(data).detach()
     doubled = MirrorAugmentation(golden_mirrors(golden), actor, critic, log_prob="mirrored")(data)
-    mirrored = critic(doubled[9:])
+    assert len(doubled) == 2 * len(data)
+    mirrored = critic(doubled[len(data) :])
+    torch.testing.assert_close(critic(data)["state_value"], golden["value"], **CLOSE)
     torch.testing.assert_close(mirrored["history"], golden["mirrored_obs_history"])
     torch.testing.assert_close(mirrored["critic"], golden["mirrored_critic_obs"])
     torch.testing.assert_close(mirrored["loc"], golden["actor_mean_mirrored_obs"], **CLOSE)
@@ -179,10 +203,10 @@ def test_mirrored_data_matches_the_published_ones(golden: dict[str, Tensor]) -> 
 
 
 @pytest.mark.parametrize("time_outs", [False, True])
-def test_mirrored_returns_match_the_published_ones(golden: dict[str, Tensor], time_outs: bool) -> None:
+def test_mirrored_returns_match_the_published_ones(golden: Any, time_outs: bool) -> None:
     """The observation is a pair (value, value of the mirror image): a mirror exchanges them, the critic reads one."""
     o = torch.stack([golden["ret_values"].T, golden["ret_values_mirror"].T], -1)
-    last = golden["ret_last_values"][:, None, None].expand(3, 1, 2)  # the published one is shared by both
+    last = golden["ret_last_values"][:, None, None].expand(-1, 1, 2)  # the published one is shared by both
     done = golden["ret_dones"].T.unsqueeze(-1)
     truncated = golden["ret_time_outs"].T.unsqueeze(-1) if time_outs else torch.zeros_like(done)
     actor = gaussian_actor({"o": 2}, 1, hidden=(4,), normalize=False)
@@ -193,14 +217,15 @@ def test_mirrored_returns_match_the_published_ones(golden: dict[str, Tensor], ti
         truncated=truncated,
         terminated=done & ~truncated,
     )
-    rollout = actor(TensorDict(o=o, next=following, batch_size=[3, 5])).detach()
+    rollout = actor(TensorDict(o=o, next=following, batch_size=o.shape[:2])).detach()
+    envs, steps = rollout.shape
     critic = TensorDictModule(nn.Linear(2, 1, bias=False), in_keys=["o"], out_keys=["state_value"])
     critic.module.weight.data.copy_(torch.tensor([[1.0, 0.0]]))
     mirrors = {"o": SignedPermutation([1, 0]), "action": SignedPermutation([0], [-1])}
     doubled = MirrorAugmentation(mirrors, actor, critic, log_prob="mirrored")(rollout)
-    assert doubled.batch_size == (6, 5)
+    assert doubled.batch_size == (2 * envs, steps)
     for key in ("reward", "done", "terminated", "truncated"):
-        assert torch.equal(doubled["next", key][3:], rollout["next", key])
+        assert torch.equal(doubled["next", key][envs:], rollout["next", key])
     # The published time-outs start from the value of the step itself, as where the last observation is hidden.
     gae = GAE(
         gamma=float(golden["cfg_gamma"]), lmbda=float(golden["cfg_lam"]), value_network=critic, average_gae=True,
@@ -209,7 +234,7 @@ def test_mirrored_returns_match_the_published_ones(golden: dict[str, Tensor], ti
     gae(doubled)
     which = "_timeout" if time_outs else ""
     for key, name in (("value_target", "ret_returns"), ("advantage", "ret_advantages")):
-        found = doubled[key].squeeze(-1).unflatten(0, (2, 3)).permute(2, 0, 1)
+        found = doubled[key].squeeze(-1).unflatten(0, (2, envs)).permute(2, 0, 1)
         torch.testing.assert_close(found, golden[f"{name}{which}"], **CLOSE)
 
 

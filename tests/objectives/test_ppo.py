@@ -1,8 +1,5 @@
 """PPOLoss against rsl_rl's numbers, by hand, and inside TorchRL's own trainer."""
 
-from pathlib import Path
-
-import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -15,15 +12,24 @@ from edenrl.objectives import PPOLoss, gaussian_kl
 from edenrl.optim import GradientStep, make_lr_schedule
 from edenrl.testing import check_loss_module
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "ppo.npz"
+GOLDEN = "ppo"
+CLOSE = dict(rtol=1e-5, atol=1e-5)
+
+
+def mlp(state):
+    """rsl_rl's network with these parameters."""
+    sizes = [value.t().shape for name, value in state.items() if name.endswith("weight")]
+    layers = [layer for size in sizes for layer in (nn.Linear(*size), nn.ELU())]
+    return nn.Sequential(*layers[:-1])
 
 
 class ScalarStdGaussian(nn.Sequential):
     """rsl_rl's actor: an MLP mean and the standard deviation itself as parameter."""
 
-    def __init__(self):
-        super().__init__(nn.Linear(6, 16), nn.ELU(), nn.Linear(16, 16), nn.ELU(), nn.Linear(16, 3))
-        self.std = nn.Parameter(torch.ones(3))
+    def __init__(self, state):
+        super().__init__(*mlp(state))
+        self.std = nn.Parameter(torch.ones_like(state["std"]))
+        self.load_state_dict(state)
 
     def forward(self, x):
         for layer in self:
@@ -31,30 +37,24 @@ class ScalarStdGaussian(nn.Sequential):
         return x, self.std.expand_as(x)
 
 
-@pytest.fixture(scope="module")
-def golden():
-    return {k: torch.from_numpy(v) for k, v in np.load(GOLDEN, allow_pickle=False).items()}
-
-
-def load(module, golden, prefix):
-    module.load_state_dict({k.removeprefix(prefix): v for k, v in golden.items() if k.startswith(prefix)})
-    return module
-
-
-def build(golden, functional=True, **kwargs):
-    actor_net = load(ScalarStdGaussian(), golden, "actor.")
-    critic_net = load(
-        nn.Sequential(nn.Linear(6, 16), nn.ELU(), nn.Linear(16, 16), nn.ELU(), nn.Linear(16, 1)), golden, "critic."
-    )
-    actor = ProbabilisticActor(
-        TensorDictModule(actor_net, in_keys=["obs"], out_keys=["loc", "scale"]),
+def probabilistic(net):
+    return ProbabilisticActor(
+        TensorDictModule(net, in_keys=["obs"], out_keys=["loc", "scale"]),
         in_keys=["loc", "scale"],
         distribution_class=IndependentNormal,
         return_log_prob=True,
         log_prob_key="action_log_prob",
     )
-    options = dict(clip_epsilon=0.2, entropy_coeff=0.005, critic_coeff=1.0) | kwargs
-    loss = PPOLoss(actor, ValueOperator(critic_net, in_keys=["obs"]), functional=functional, **options)
+
+
+def build(golden, functional=True, **kwargs):
+    actor_net = ScalarStdGaussian(golden.under("actor."))
+    critic_net = mlp(golden.under("critic."))
+    critic_net.load_state_dict(golden.under("critic."))
+    names = dict(clip_epsilon="clip_param", entropy_coeff="entropy_coef", critic_coeff="value_loss_coef")
+    options = {ours: float(golden[theirs]) for ours, theirs in names.items()} | kwargs
+    critic = ValueOperator(critic_net, in_keys=["obs"])
+    loss = PPOLoss(probabilistic(actor_net), critic, functional=functional, **options)
     batch = TensorDict(
         obs=golden["obs"],
         action=golden["actions"],
@@ -64,37 +64,52 @@ def build(golden, functional=True, **kwargs):
         state_value=golden["old_values"][:, None],
         value_target=golden["returns"][:, None],
         advantage=golden["advantages"][:, None],
-        batch_size=[64],
+        batch_size=[len(golden["obs"])],
     )
     return actor_net, critic_net, loss, batch
+
+
+@pytest.mark.parametrize("when", ["old_", ""])
+def test_policy_and_critic_give_the_published_numbers(golden, when):
+    net = ScalarStdGaussian(golden.under(f"{when}actor."))
+    actor = probabilistic(net)
+    data = TensorDict(obs=golden["obs"], batch_size=[len(golden["obs"])])
+    with torch.no_grad():
+        log_prob = actor.get_dist(data).log_prob(golden["actions"])
+        mean, std = net(golden["obs"])
+    torch.testing.assert_close(mean, golden[f"{when}mean"], **CLOSE)
+    torch.testing.assert_close(std, golden[f"{when}std"], **CLOSE)
+    torch.testing.assert_close(log_prob, golden[f"{when}log_prob"], **CLOSE)
+    if not when:
+        value = build(golden)[1](golden["obs"]).squeeze(-1)
+        torch.testing.assert_close(value, golden["values"], **CLOSE)
+        torch.testing.assert_close((log_prob - golden["old_log_prob"]).exp(), golden["ratio"], rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("functional", [True, False])
 def test_losses_and_kl_match_rsl_rl(golden, functional):
     _, _, loss, batch = build(golden, functional)
     out = loss(batch)
-    close = dict(rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(out["loss_objective"], golden["surrogate_loss"], **close)
-    torch.testing.assert_close(out["loss_critic"], golden["value_loss_clipped"], **close)
-    torch.testing.assert_close(out["entropy"], golden["entropy"], **close)
-    torch.testing.assert_close(out["loss_entropy"], -0.005 * golden["entropy"], **close)
-    torch.testing.assert_close(out["kl"], golden["kl"], **close)
-    torch.testing.assert_close(out["mean_ratio"], golden["ratio"].mean(), **close)
+    torch.testing.assert_close(out["loss_objective"], golden["surrogate_loss"], **CLOSE)
+    torch.testing.assert_close(out["loss_critic"], golden["value_loss_clipped"], **CLOSE)
+    torch.testing.assert_close(out["entropy"], golden["entropy"], **CLOSE)
+    torch.testing.assert_close(out["loss_entropy"], -golden["entropy_coef"] * golden["entropy"], **CLOSE)
+    torch.testing.assert_close(out["kl"], golden["kl"], **CLOSE)
+    torch.testing.assert_close(out["mean_ratio"], golden["ratio"].mean(), **CLOSE)
     total = out["loss_objective"] + out["loss_critic"] + out["loss_entropy"]
-    torch.testing.assert_close(total, golden["total_loss"], **close)
+    torch.testing.assert_close(total, golden["total_loss"], **CLOSE)
     explained = 1 - (golden["returns"] - golden["old_values"]).var() / golden["returns"].var()
-    torch.testing.assert_close(out["explained_variance"], explained, **close)
+    torch.testing.assert_close(out["explained_variance"], explained, **CLOSE)
 
 
 def test_unclipped_value_loss_and_per_sample_terms(golden):
     _, _, loss, batch = build(golden, clip_value=False, reduction="none")
     out = loss(batch)
-    close = dict(rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(out["loss_critic"].mean(), golden["value_loss_unclipped"], **close)
+    torch.testing.assert_close(out["loss_critic"].mean(), golden["value_loss_unclipped"], **CLOSE)
     total = sum(out[k].mean() for k in ("loss_objective", "loss_critic", "loss_entropy"))
-    torch.testing.assert_close(total, golden["total_loss_unclipped_value"], **close)
+    torch.testing.assert_close(total, golden["total_loss_unclipped_value"], **CLOSE)
     kl = gaussian_kl(golden["old_mean"], golden["old_std"], golden["mean"], golden["std"])
-    torch.testing.assert_close(kl, golden["kl_per_sample"], **close)
+    torch.testing.assert_close(kl, golden["kl_per_sample"], **CLOSE)
 
 
 @pytest.mark.parametrize("functional", [True, False])
@@ -109,9 +124,9 @@ def test_gradients_clipping_and_adam_step_match_rsl_rl(golden, functional):
         p.grad = None
 
     seen = {}
-    adam = torch.optim.Adam(loss.parameters(), lr=1e-3)
+    adam = torch.optim.Adam(loss.parameters(), lr=float(golden["learning_rate"]))
     adam.register_step_pre_hook(lambda *_: seen.update({n: p.grad.clone() for n, p in parameters.items()}))
-    step = GradientStep(loss, adam, max_grad_norm=1.0)
+    step = GradientStep(loss, adam, max_grad_norm=float(golden["max_grad_norm"]))
     metrics = step(loss(batch))
     torch.testing.assert_close(metrics["grad_norm_policy"], golden["grad_norm.actor"], rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(metrics["grad_norm_critic"], golden["grad_norm.critic"], rtol=1e-4, atol=1e-6)
@@ -123,7 +138,9 @@ def test_gradients_clipping_and_adam_step_match_rsl_rl(golden, functional):
 @pytest.mark.parametrize("suffix", ["", "_clamp"])
 def test_adaptive_learning_rates_match_rsl_rl(golden, suffix):
     optimizer = torch.optim.Adam([nn.Parameter(torch.zeros(1))], lr=float(golden["lr.initial"]))
-    schedule = make_lr_schedule("adaptive", optimizer, 100, target_kl=0.01, min_lr=1e-5, max_lr=1e-2)
+    names = dict(target_kl="desired_kl", min_lr="min", max_lr="max")
+    limits = {ours: float(golden[f"lr.{theirs}"]) for ours, theirs in names.items()}
+    schedule = make_lr_schedule("adaptive", optimizer, 100, **limits)
     rates = []
     for kl in golden[f"lr.kl_sequence{suffix}"]:
         schedule.step(kl)
@@ -256,9 +273,11 @@ def test_explained_variance_compares_like_shapes_and_knows_constant_targets():
 
 
 def test_a_squashed_mean_falls_back_to_the_sampled_kl():
+    from tensordict.nn import NormalParamExtractor
     from torchrl.modules import TanhNormal
 
-    net = TensorDictModule(ScalarStdGaussian(), in_keys=["obs"], out_keys=["loc", "scale"])
+    layers = nn.Sequential(nn.Linear(6, 6), NormalParamExtractor())
+    net = TensorDictModule(layers, in_keys=["obs"], out_keys=["loc", "scale"])
     actor = ProbabilisticActor(
         net, in_keys=["loc", "scale"], distribution_class=TanhNormal, distribution_kwargs={"tanh_loc": True},
         return_log_prob=True, log_prob_key="action_log_prob",

@@ -1,12 +1,12 @@
 import math
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from edenrl.optim import KLAdaptiveLR, make_lr_schedule, make_optimizer
+
+GOLDEN = "flashsac_data"
 
 
 def optimizer_of(lr=1e-3, groups=1):
@@ -152,8 +152,8 @@ def test_a_resumed_schedule_continues_and_owns_no_copy_of_the_rate(name):
     assert [g["lr"] for g in optimizer.param_groups] == [g["lr"] for g in fresh_optimizer.param_groups]
 
 
-def test_warm_up_from_a_fraction_is_the_published_one():
-    g = np.load(Path(__file__).parents[1] / "golden" / "flashsac_data.npz")
+def test_warm_up_from_a_fraction_is_the_published_one(golden):
+    g = golden
     init, peak, end = (float(g[f"lr.{name}"]) for name in ("init", "peak", "end"))
     warmup, total = int(g["lr.warmup_steps"]), int(g["lr.decay_steps"])
     optimizer = optimizer_of(peak)
