@@ -69,7 +69,7 @@ def test_every_room_has_its_page_and_every_page_its_place() -> None:
 def test_links_to_files_lead_somewhere() -> None:
     links = [
         (page, link)
-        for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"))
+        for page in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"))
         for link in re.findall(r"\]\(([^)#\s]+)", re.sub(r"(?ms)^```.*?^```", "", page.read_text()))  # not in code
         if "://" not in link
     ]
