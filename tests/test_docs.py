@@ -75,3 +75,10 @@ def test_links_to_files_lead_somewhere() -> None:
     ]
     assert links
     assert [(page, link) for page, link in links if not (page.parent / link).exists()] == []
+
+
+def test_the_architecture_page_names_files_that_exist() -> None:
+    page = (ROOT / "docs" / "pages" / "architecture.md").read_text()
+    paths = re.findall(r"^\| `(\S+)` \|", page, flags=re.MULTILINE)
+    assert paths
+    assert [path for path in paths if not (ROOT / path).exists()] == []
