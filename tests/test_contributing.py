@@ -65,8 +65,12 @@ def test_the_page_names_the_files_of_an_algorithm(root: Path) -> None:
         "examples/train_a2c.py",
         "docs/pages/algorithms/a2c.md",
     ]
-    script = dict(files(root / "CONTRIBUTING.md"))["examples/train_a2c.py"]
-    assert len(script.splitlines()) <= 80
+
+
+def test_the_files_keep_the_widths_of_the_code(root: Path) -> None:
+    contents = dict(files(root / "CONTRIBUTING.md"))
+    assert len(contents["examples/train_a2c.py"].splitlines()) <= 80
+    assert max(len(line) for content in contents.values() for line in content.splitlines()) <= 120
 
 
 def test_the_loss_of_the_page_keeps_the_contract(library: Path) -> None:
