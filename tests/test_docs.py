@@ -69,9 +69,16 @@ def test_every_room_has_its_page_and_every_page_its_place() -> None:
 def test_links_to_files_lead_somewhere() -> None:
     links = [
         (page, link)
-        for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"))
+        for page in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"))
         for link in re.findall(r"\]\(([^)#\s]+)", re.sub(r"(?ms)^```.*?^```", "", page.read_text()))  # not in code
         if "://" not in link
     ]
     assert links
     assert [(page, link) for page, link in links if not (page.parent / link).exists()] == []
+
+
+def test_the_architecture_page_names_files_that_exist() -> None:
+    page = (ROOT / "docs" / "pages" / "architecture.md").read_text()
+    paths = re.findall(r"^\| `(\S+)` \|", page, flags=re.MULTILINE)
+    assert paths
+    assert [path for path in paths if not (ROOT / path).exists()] == []

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 TOP_LEVEL = {
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
     "LICENSE",
     "README.md",
     "collectors",
