@@ -128,7 +128,7 @@ def test_other_scripts_read_the_run(script, tmp_path, capsys):
     assert (tmp_path / "run" / "policy" / "policy_spec.json").exists()
 
 
-@pytest.mark.extended
+@pytest.mark.slow
 def test_killed_runs_resume_bit_for_bit(script, tmp_path):
     """SIGKILL at random moments, a few times each; the survivor equals the run that nobody killed."""
     run_dir, generator, flags = tmp_path / "run", random.Random(script.name), [*script.flags, "--quiet"]
