@@ -31,6 +31,6 @@ def test_every_number_is_read(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
     users = [str(path) for path in TESTS if re.search(rf'^GOLDEN = "{name}"$', path.read_text(), re.MULTILINE)]
     reads = Reads()
-    assert pytest.main(["-q", "-p", "no:cacheprovider", *users], plugins=[reads]) == pytest.ExitCode.OK
+    assert pytest.main(["-q", "-n", "0", "-p", "no:cacheprovider", *users], plugins=[reads]) == pytest.ExitCode.OK
     assert set(reads.unread) == set(FOLDER.rglob(f"{name}.npz"))
     assert not any(reads.unread.values()), {path.parent.name: sorted(left) for path, left in reads.unread.items()}
