@@ -54,6 +54,11 @@ def golden(request: pytest.FixtureRequest) -> Golden:
     return Golden(request.param)
 
 
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """Benchmarks run one after another in this process, which prints their times; other tests in one per core."""
+    return 0 if config.option.markexpr == "benchmark" else None
+
+
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     """Every test starts from the same random state, whichever ran before it."""

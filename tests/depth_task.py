@@ -20,9 +20,9 @@ class DepthTask(TensorStateEnv):
 
     depth_interval = 5
 
-    def __init__(self, num_envs, *, max_steps=12, **kwargs):
+    def __init__(self, num_envs, *, device=None, max_steps=12, seed=None, dtype=None):
         self.clock = 0
-        super().__init__(num_envs, max_steps=max_steps, **kwargs)
+        super().__init__(num_envs, device=device, max_steps=max_steps, seed=seed, dtype=dtype)
 
     def _make_specs(self):
         shape = self.batch_size

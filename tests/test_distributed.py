@@ -12,24 +12,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from trainer_cases import TRAINERS, rows
 
 from edenrl import distributed
 from edenrl.training import read_metrics
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 CASES = Path(__file__).parent / "distributed_cases.py"
-TINY = [
-    "--env.num_envs=8",
-    "--algorithm.steps_per_env=8",
-    "--algorithm.actor_hidden=8",
-    "--algorithm.critic_hidden=8",
-    "--algorithm.epochs=2",
-    "--algorithm.num_minibatches=2",
-    "--evaluation.num_episodes=4",
-    "--checkpoint.interval_iterations=1000",
-    "--num_threads=1",
-]
-FRAMES = 2 * 8 * 8
+TINY = TRAINERS["PPO"].flags
+FRAMES = 2 * TRAINERS["PPO"].frames
 ITERATIONS = 80
 PATIENCE = 180  # seconds until a process that hangs fails its test
 
@@ -191,14 +182,6 @@ def test_a_run_of_two_processes(whole):
     assert int(first["state"]["policy.module.0.module.norm.count"]) == ITERATIONS * FRAMES
 
 
-def same_rows(a, b):
-    strip = [
-        [{k: v for k, v in row.items() if k != "seconds" and not k.startswith("eval/")} for row in read_metrics(path)]
-        for path in (a / "run" / "metrics.csv", b / "run" / "metrics.csv")
-    ]
-    return strip[0] == strip[1]
-
-
 @pytest.mark.extended
 def test_stopped_and_resumed_equals_uninterrupted(whole, tmp_path):
     """Ctrl-C reaches every process of the group; SIGTERM goes to torchrun, which passes it on."""
@@ -222,14 +205,12 @@ def test_stopped_and_resumed_equals_uninterrupted(whole, tmp_path):
     assert process.returncode == 0, output
     for ours, theirs in zip(results(tmp_path), results(whole[0]), strict=True):
         assert ours["digest"] == theirs["digest"] and torch.equal(ours["torch rng"], theirs["torch rng"])
-    assert same_rows(whole[0], tmp_path)
+    assert rows(whole[0] / "run") == rows(tmp_path / "run")
 
 
-def test_another_number_of_processes_is_refused(whole):
-    command = [sys.executable, EXAMPLES / "train_ppo.py", "--resume", whole[0] / "run", "--num_threads=1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
-    assert done.returncode == 1 and "was saved by 2 process(es), this run has 1" in done.stderr, done.stderr
-    assert "torchrun --nproc_per_node 2" in done.stderr and "Traceback" not in done.stderr
+def test_another_number_of_processes_is_refused(whole, capsys):
+    message = TRAINERS["PPO"].refused(capsys, f"--resume={whole[0] / 'run'}")
+    assert "was saved by 2 process(es), this run has 1" in message and "torchrun --nproc_per_node 2" in message
 
 
 def test_an_error_in_one_process_ends_both_with_its_message(tmp_path):

@@ -5,38 +5,21 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from trainer_cases import EXAMPLES, TRAINERS, load_script
 
 from edenrl.export import PolicySpec, load_policy
 from edenrl.training import run_script
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-TINY = [
-    "--total_frames=512",
-    "--env.num_envs=8",
-    "--algorithm.steps_per_env=8",
-    "--algorithm.num_minibatches=2",
-    "--algorithm.actor_hidden=8",
-    "--algorithm.critic_hidden=8",
-    "--evaluation.num_episodes=4",
-    "--num_threads=1",
-]
+TINY = [*TRAINERS["PPO"].flags, TRAINERS["PPO"].length(8), "--checkpoint.interval_iterations=1"]
 
 
 @pytest.fixture(scope="module")
 def scripts():
-    """The scripts as modules; they import each other by name."""
-    sys.path.insert(0, str(EXAMPLES))
-    loaded = {}
-    for name in ("train_ppo", "evaluate", "export_policy", "run_policy"):
-        spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-        loaded[name] = sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(loaded[name])
-    yield loaded
-    sys.path.remove(str(EXAMPLES))
+    """The scripts as modules."""
+    return {name: load_script(name) for name in ("train_ppo", "evaluate", "export_policy", "run_policy")}
 
 
 @pytest.fixture(scope="module")

@@ -1,28 +1,16 @@
 """Showing a run's policy, and the quadruped under the training script."""
 
-import importlib.util
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-
-from edenrl.training import read_metrics
+from trainer_cases import EXAMPLES, load_script, rows
 
 pytest.importorskip("mujoco", minversion="4.0")
 imageio = pytest.importorskip("imageio")
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 TINY = ["--env.num_envs=4", "--evaluation.num_episodes=1", "--num_threads=1", "--checkpoint.interval_iterations=2"]
 FRAMES = 4 * 24
-
-
-def load_script(name):
-    sys.path.insert(0, str(EXAMPLES))
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +29,7 @@ def test_writes_an_animation(run_dir, capsys):
     assert "10 frames" in capsys.readouterr().out
 
 
-def test_shows_a_student_that_carries_a_state(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(EXAMPLES))
+def test_shows_a_student_that_carries_a_state(tmp_path):
     small = ["--env.num_envs=2", "--evaluation.num_episodes=1", "--num_threads=1", "--quiet"]
     short = ["--env.kwargs.episode_seconds=0.4", '--env.kwargs.kinds=["rough"]', "--algorithm.steps_per_env=10"]
     teacher = [f"--run_dir={tmp_path / 'teacher'}", "--env.name=QuadrupedTerrain", "--total_frames=20", *short, *small]
@@ -77,13 +64,7 @@ def test_a_run_resumes_bit_for_bit(run_dir, tmp_path):
     train.main([f"--run_dir={whole}", name, short, f"--total_frames={4 * FRAMES}", "--quiet", *TINY])
     train.main([f"--run_dir={parts}", name, short, f"--total_frames={2 * FRAMES}", "--quiet", *TINY])
     train.main([f"--resume={parts}", f"--total_frames={4 * FRAMES}", "--quiet"])
-    expected, got = (
-        [
-            {k: v for k, v in row.items() if k != "seconds" and "eval/" not in k}
-            for row in read_metrics(d / "metrics.csv")
-        ]
-        for d in (whole, parts)
-    )
+    expected, got = rows(whole), rows(parts)
     assert len(expected) == 4 and got == expected
     assert sum(row["episode/count"] for row in expected) > 0
 

@@ -1,25 +1,16 @@
 """The quadruped under the other trainer scripts: it trains, or is refused for a reason."""
 
-import importlib.util
 import json
-from pathlib import Path
 
 import pytest
+from trainer_cases import load_script
 
 from edenrl.training import read_metrics
 
 pytest.importorskip("mujoco", minversion="4.0")
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 NAMES = ["Quadruped", "QuadrupedTerrain"]
 SHARED = ["--env.num_envs=4", "--env.kwargs.num_threads=1", "--num_threads=1", "--quiet"]
-
-
-def load_script(name):
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -10,16 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from amp_case import Windowed
+from trainer_cases import TRAINERS, load_script, rows
+from trainer_cases import read_component as component
 
 from edenrl.config import load_config
 from edenrl.envs import register_env
 from edenrl.modules import Discriminator, gaussian_actor, value_critic
 from edenrl.training import load_weights
-
-sys.path.insert(0, str(Path(__file__).parent))
-from amp_case import Windowed, load_script  # noqa: E402
-from trainer_cases import TRAINERS, rows  # noqa: E402
-from trainer_cases import read_component as component  # noqa: E402
 
 CASE = Path(__file__).with_name("amp_case.py")
 PPO = [

@@ -87,9 +87,7 @@ def test_other_scripts_read_the_run_and_its_newest_policy_is_the_one(tmp_path, c
 )
 def test_mistakes_name_the_fix(tmp_path, capsys, monkeypatch, flags, expected):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit):
-        run_script(lambda: train_cmdp.main([*(PLAIN if "Quadruped" in flags[0] else TINY), *flags]))
-    assert expected in capsys.readouterr().err
+    assert expected in CMDP.refused(capsys, *(PLAIN if "Quadruped" in flags[0] else TINY), *flags)
     assert not list(tmp_path.rglob("checkpoints"))
 
 

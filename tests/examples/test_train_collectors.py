@@ -1,40 +1,15 @@
-"""The PPO script with worker processes: stopped, resumed, killed."""
+"""The PPO script with worker processes: stopped, killed, resumed."""
 
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from trainer_cases import PATIENCE, TRAINERS, assert_same, checkpointed, newest, rows, wait_for
 
-from edenrl.training import read_metrics
-
-SCRIPT = Path(__file__).parents[2] / "examples" / "train_ppo.py"
-FRAMES = 64
-TINY = [
-    "--collector=multi_sync",
-    "--env.num_envs=8",
-    "--algorithm.steps_per_env=8",
-    "--algorithm.actor_hidden=8",
-    "--algorithm.critic_hidden=8",
-    "--algorithm.epochs=2",
-    "--algorithm.num_minibatches=2",
-    "--evaluation.num_episodes=4",
-    "--checkpoint.interval_iterations=1000",
-    "--num_threads=1",
-]
-PATIENCE = 240  # seconds until a process that hangs fails its test
-
-
-def launch(run_dir, iterations, *flags):
-    command = [sys.executable, str(SCRIPT), f"--total_frames={iterations * FRAMES}", *flags]
-    command += [f"--run_dir={run_dir}", *TINY] if not run_dir.exists() else [f"--resume={run_dir}"]
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
+PPO = TRAINERS["PPO"]
 
 
 def session(leader):
@@ -49,53 +24,40 @@ def session(leader):
     return members
 
 
-def wait_until(condition, what):
+def wait_until_alone(leader):
     deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, what
+    while members := session(leader):
+        assert time.monotonic() < deadline, f"the workers {members} outlived the script"
         time.sleep(0.05)
 
 
-def begun(process, run_dir):
-    table = run_dir / "metrics.csv"
-    wait_until(
-        lambda: process.poll() is not None or (table.exists() and len(table.read_text().splitlines()) > 3),
-        "the run wrote nothing",
-    )
-    assert process.poll() is None, process.communicate()[0]
-
-
-def rows(run_dir):
-    table = read_metrics(run_dir / "metrics.csv")
-    return [{k: v for k, v in row.items() if k != "seconds" and not k.startswith("eval/")} for row in table]
-
-
-pytestmark = pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for left-over processes in /proc")
-
-
 @pytest.mark.extended
-def test_ctrl_c_in_a_terminal_saves_and_the_rest_equals_the_uninterrupted_run(tmp_path):
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for left-over processes in /proc")
+def test_stopped_and_killed_with_its_workers_and_the_rest_equals_the_uninterrupted_run(tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    process = launch(parts, 4000)
-    begun(process, parts)
+    process = PPO.launch(parts, 4000, "--collector=multi_sync", new_session=True)
+    wait_for(process, lambda: (parts / "metrics.csv").exists() and len(rows(parts)) > 2)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the workers get it too
     output = process.communicate(timeout=PATIENCE)[0]
     assert process.returncode == 130 and "Stopping after this iteration" in output, output
     assert json.loads((parts / "progress.json").read_text())["state"] == "interrupted"
-    wait_until(lambda: not session(process.pid), "workers were left behind")
+    wait_until_alone(process.pid)
+
     done = len(rows(parts))
-    for run_dir in (parts, whole):
-        process = launch(run_dir, done + 3)
-        output = process.communicate(timeout=PATIENCE)[0]
-        assert process.returncode == 0, output
-    assert len(rows(whole)) == done + 3 and rows(whole) == rows(parts)
-
-
-@pytest.mark.extended
-def test_workers_end_with_a_killed_script(tmp_path):
-    process = launch(tmp_path / "run", 4000)
-    begun(process, tmp_path / "run")
+    process = PPO.launch(parts, 4000, "--checkpoint.interval_iterations=1", new_session=True)
+    wait_for(process, lambda: len(rows(parts)) > done + 1)
     assert len(session(process.pid)) >= 2
     process.kill()
     process.communicate()
-    wait_until(lambda: not session(process.pid), "workers outlived the script")
+    wait_until_alone(process.pid)
+    assert not newest(parts).name.endswith(f"{done:012d}")
+
+    done = len(rows(parts))
+    PPO.train(parts, done + 2, "--quiet", resume=True)
+    PPO.train(whole, done + 2, "--quiet", "--collector=multi_sync")
+    assert len(rows(whole)) == done + 2 and rows(whole) == rows(parts)
+    # The workers of a resumed run number their trajectories anew.
+    states = [
+        {name: state for name, state in checkpointed(run).items() if name != "collector"} for run in (whole, parts)
+    ]
+    assert_same(*states)

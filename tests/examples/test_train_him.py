@@ -17,7 +17,6 @@ from trainer_cases import PPO, TRAINERS, load_script, rows
 from edenrl.envs import PointMass, register_env
 from edenrl.export import PolicySpec, load_policy
 from edenrl.modules import SignedPermutation
-from edenrl.training import run_script
 
 HIM = TRAINERS["HIM"]
 train_him, policy_of, FRAMES = HIM.module, HIM.policy, HIM.frames
@@ -140,26 +139,22 @@ def test_what_is_logged_are_means_over_mini_batches_and_fresh_rollouts(tmp_path:
 def test_mistakes_name_the_fix(tmp_path: Path, capsys: Any, monkeypatch: Any, flags: list[str], expected: str) -> None:
     monkeypatch.chdir(tmp_path)
     name = [] if any("env.name" in flag for flag in flags) else ["--env.name=Stacked"]
-    with pytest.raises(SystemExit):
-        run_script(lambda: train_him.main([*TINY, *name, *flags]))
-    assert expected in capsys.readouterr().err
+    assert expected in HIM.refused(capsys, *TINY, *name, *flags)
     assert not list(tmp_path.rglob("checkpoints"))
 
 
 def test_a_wrong_declaration_fails_at_the_first_rollout(tmp_path: Path, capsys: Any) -> None:
     flags = ["--env.kwargs.declared=false", "--algorithm.history_layout=newest_first", f"--run_dir={tmp_path / 'run'}"]
-    with pytest.raises(SystemExit):
-        run_script(lambda: train_him.main([*TINY, "--env.name=Stacked", *flags]))
-    assert "declared newest_first, but the critic's frame is closest to frame 2 of 3" in capsys.readouterr().err
+    message = HIM.refused(capsys, *TINY, "--env.name=Stacked", *flags)
+    assert "declared newest_first, but the critic's frame is closest to frame 2 of 3" in message
     assert not (tmp_path / "run" / "checkpoints").exists() or not list((tmp_path / "run" / "checkpoints").iterdir())
 
 
 def test_a_wrong_declaration_fails_when_the_first_rollout_is_too_short_to_show_it(tmp_path: Path, capsys: Any) -> None:
     flags = ["--env.kwargs.declared=false", "--algorithm.history_layout=newest_first", "--env.kwargs.filled=true"]
     flags += ["--algorithm.steps_per_env=1", "--total_frames=16", f"--run_dir={tmp_path / 'run'}"]
-    with pytest.raises(SystemExit):
-        run_script(lambda: train_him.main([*TINY, "--env.name=Stacked", *flags]))
-    assert "declared newest_first, but the critic's frame is closest to frame 2 of 3" in capsys.readouterr().err
+    message = HIM.refused(capsys, *TINY, "--env.name=Stacked", *flags)
+    assert "declared newest_first, but the critic's frame is closest to frame 2 of 3" in message
 
 
 def test_evaluation_and_export_find_the_script_of_the_run(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:

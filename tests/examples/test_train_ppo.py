@@ -1,10 +1,8 @@
 """The PPO script as its user meets it: runs, resumes, interruptions and mistakes."""
 
-import importlib.util
 import json
 import os
 import random
-import re
 import signal
 import subprocess
 import sys
@@ -13,26 +11,26 @@ from pathlib import Path
 
 import pytest
 import torch
-from torchrl.checkpoint import Checkpoint, CheckpointRotation, GlobalRNGState
+from trainer_cases import (
+    EXAMPLES,
+    PATIENCE,
+    TRAINERS,
+    assert_same,
+    checkpointed,
+    hide_newest,
+    load_script,
+    newest,
+    rows,
+    wait_for,
+)
 
 from edenrl.config import load_config
 from edenrl.envs import PointMass, register_env
 from edenrl.modules import make_actor
-from edenrl.training import load_policy_weights, read_metrics, run_script
+from edenrl.training import load_policy_weights, run_script
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-TINY = [
-    "--env.num_envs=8",
-    "--algorithm.steps_per_env=8",
-    "--algorithm.actor_hidden=8",
-    "--algorithm.critic_hidden=8",
-    "--algorithm.epochs=2",
-    "--algorithm.num_minibatches=2",
-    "--evaluation.num_episodes=4",
-    "--checkpoint.interval_iterations=1000",
-    "--num_threads=1",
-]
-FRAMES = 64
+PPO = TRAINERS["PPO"]
+train, train_ppo, TINY, FRAMES = PPO.train, PPO.module, PPO.flags, PPO.frames
 # Every column a PPO run writes; people's dashboards depend on these names.
 COLUMNS = """iteration frames seconds loss_objective clip_fraction kl_approx loss_entropy entropy loss_critic
 ESS max_ratio mean_ratio kl explained_variance loss grad_norm_policy grad_norm_critic lr episode/count
@@ -40,58 +38,6 @@ episode/return episode/length episode/success_rate episode/final_distance episod
 action_saturation skipped_updates eval/return_mean eval/return_std eval/return_median eval/return_min eval/return_max
 eval/length_mean eval/length_min eval/length_max eval/episodes eval/success_rate eval/final_distance eval/path_length
 eval/collisions""".split()
-
-
-def load_script(name):
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-train_ppo = load_script("train_ppo")
-
-
-def train(run_dir, iterations, *flags, resume=False):
-    place = "--resume" if resume else "--run_dir"
-    train_ppo.main([f"{place}={run_dir}", f"--total_frames={iterations * FRAMES}", *([] if resume else TINY), *flags])
-
-
-def fails(capsys, *argv):
-    """Exit status and message of a run that must be refused, as its user sees it."""
-    with pytest.raises(SystemExit) as exit_info:
-        run_script(lambda: train_ppo.main(list(argv)))
-    message = capsys.readouterr().err
-    assert len(message.splitlines()) <= 24 and "Traceback" not in message
-    return exit_info.value.code, message
-
-
-def rows(run_dir):
-    """Metrics without wall time and without evaluations, whose iterations depend on the length of the run."""
-    table = read_metrics(Path(run_dir) / "metrics.csv")
-    return [{k: v for k, v in row.items() if k != "seconds" and not k.startswith("eval/")} for row in table]
-
-
-def final_state(run_dir):
-    """Policy weights, optimizer moments and random states of the newest checkpoint."""
-    cfg = load_config(train_ppo.Train, Path(run_dir) / "config.json")
-    from edenrl.training import build_env
-
-    policy = train_ppo.make_policy(cfg, build_env(cfg, num_envs=1))
-    load_policy_weights(policy, run_dir, "latest")
-    rng = GlobalRNGState()
-    before = rng.state_dict()
-    path = CheckpointRotation(Path(run_dir) / "checkpoints", keep_last=1).latest()
-    Checkpoint(rng=rng).load(path)
-    state = {**policy.state_dict(), "rng": torch.get_rng_state()}
-    rng.load_state_dict(before)
-    return state
-
-
-def assert_same_state(a, b):
-    assert a.keys() == b.keys()
-    for name in a:
-        assert torch.equal(a[name], b[name]), f"{name} differs after resuming"
 
 
 def test_a_run_leaves_what_the_documentation_promises(tmp_path, capsys):
@@ -109,20 +55,15 @@ def test_a_run_leaves_what_the_documentation_promises(tmp_path, capsys):
     assert [row["iteration"] for row in rows(tmp_path / "run")] == list(range(12))
 
 
-def test_quiet_prints_nothing(tmp_path, capsys):
-    train(tmp_path / "run", 2, "--quiet")
-    assert capsys.readouterr() == ("", "")
-
-
 @pytest.mark.parametrize("schedule", ["adaptive", "constant"])
 @pytest.mark.parametrize("env", ["PointMass", "CartPole-v1", "Pendulum-v1"])
 def test_resumed_run_is_the_uninterrupted_run(tmp_path, env, schedule):
     flags = (f"--env.name={env}", f"--algorithm.lr_schedule={schedule}")
-    train(tmp_path / "whole", 24, *flags)
-    train(tmp_path / "parts", 10, *flags)
-    train(tmp_path / "parts", 24, resume=True)
+    train(tmp_path / "whole", 12, *flags)
+    train(tmp_path / "parts", 5, *flags)
+    train(tmp_path / "parts", 12, resume=True)
     assert rows(tmp_path / "whole") == rows(tmp_path / "parts")
-    assert_same_state(final_state(tmp_path / "whole"), final_state(tmp_path / "parts"))
+    assert_same(checkpointed(tmp_path / "whole"), checkpointed(tmp_path / "parts"))
 
 
 def test_resumed_mujoco_run_in_a_new_process_is_the_uninterrupted_run(tmp_path):
@@ -138,80 +79,37 @@ def test_resumed_mujoco_run_in_a_new_process_is_the_uninterrupted_run(tmp_path):
     ]
     subprocess.run(command, check=True, cwd=tmp_path, capture_output=True)
     assert rows(tmp_path / "whole") == rows(tmp_path / "parts")
-    assert_same_state(final_state(tmp_path / "whole"), final_state(tmp_path / "parts"))
-
-
-def test_ctrl_c_saves_and_the_rest_equals_the_uninterrupted_run(tmp_path):
-    train(tmp_path / "whole", 60)
-    command = [sys.executable, EXAMPLES / "train_ppo.py", *TINY, "--total_frames", str(60 * FRAMES)]
-    command += ["--run_dir", tmp_path / "parts"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    table = tmp_path / "parts" / "metrics.csv"
-    while process.poll() is None and not (table.exists() and len(table.read_text().splitlines()) > 5):
-        time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
-    output = process.communicate(timeout=60)[0]
-    assert process.returncode == 130, output
-    assert "Stopping after this iteration" in output and "--resume" in output
-    assert 5 <= len(rows(tmp_path / "parts")) < 60
-    assert json.loads((tmp_path / "parts" / "progress.json").read_text())["state"] == "interrupted"
-    train(tmp_path / "parts", 60, resume=True)
-    assert rows(tmp_path / "whole") == rows(tmp_path / "parts")
-    assert_same_state(final_state(tmp_path / "whole"), final_state(tmp_path / "parts"))
+    assert_same(checkpointed(tmp_path / "whole"), checkpointed(tmp_path / "parts"))
 
 
 def test_ctrl_c_in_a_terminal_reaches_every_process_and_the_run_still_saves(tmp_path):
     """A terminal signals the whole process group, the workers of an async vector included."""
-    command = [sys.executable, EXAMPLES / "train_ppo.py", *TINY, "--total_frames", str(4000 * FRAMES)]
-    command += [
-        "--env.name=CartPole-v1",
-        "--env.vectorization=async",
-        "--env.num_envs=2",
-        "--run_dir",
-        tmp_path / "run",
-    ]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
-    table = tmp_path / "run" / "metrics.csv"
-    while process.poll() is None and not (table.exists() and len(table.read_text().splitlines()) > 3):
-        time.sleep(0.02)
+    flags = ["--env.name=CartPole-v1", "--env.vectorization=async", "--env.num_envs=2"]
+    process = PPO.launch(tmp_path / "run", 4000, *flags, new_session=True)
+    wait_for(process, lambda: (tmp_path / "run" / "metrics.csv").exists() and len(rows(tmp_path / "run")) > 2)
     os.killpg(process.pid, signal.SIGINT)
-    output = process.communicate(timeout=60)[0]
+    output = process.communicate(timeout=PATIENCE)[0]
     assert process.returncode == 130, output
     assert "Traceback" not in output and "Stopping after this iteration" in output
     done = len(rows(tmp_path / "run"))
-    assert CheckpointRotation(tmp_path / "run" / "checkpoints", keep_last=1).latest().name.endswith(f"{done:012d}")
+    assert newest(tmp_path / "run").name.endswith(f"{done:012d}")
 
 
-def kill_at_random(run_dir, times, seed):
-    """Starts or resumes a run and kills it with SIGKILL at random instants; returns how often it had a checkpoint."""
-    generator = random.Random(seed)
-    begun = 0
-    for _ in range(times):
-        exists = (run_dir / "config.json").exists()
-        where = ["--resume", run_dir] if exists else [*TINY, "--run_dir", run_dir, "--checkpoint.interval_iterations=1"]
-        command = [sys.executable, EXAMPLES / "train_ppo.py", "--total_frames", str(4000 * FRAMES), *where]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+@pytest.mark.slow
+def test_sigkill_twenty_times(tmp_path):
+    run_dir, generator, begun = tmp_path / "run", random.Random(20), 0
+    for _ in range(20):
+        progress = run_dir / "progress.json"
+        mark = progress.stat().st_mtime_ns if progress.exists() else 0
+        process = PPO.launch(run_dir, 4000, *([] if mark else ["--checkpoint.interval_iterations=1"]))
         # Importing takes seconds: wait until this process has written, then let it run for a random while.
-        mark = (run_dir / "progress.json").stat().st_mtime_ns if (run_dir / "progress.json").exists() else 0
-        deadline = time.monotonic() + 60
-        while process.poll() is None and time.monotonic() < deadline:
-            path = run_dir / "progress.json"
-            if path.exists() and path.stat().st_mtime_ns != mark:
-                break
-            time.sleep(0.01)
+        wait_for(process, lambda: progress.exists() and progress.stat().st_mtime_ns != mark)  # noqa: B023
         time.sleep(generator.uniform(0.0, 0.6))
         assert process.poll() is None, process.communicate()[0]
         process.kill()
         process.communicate()
-        begun += CheckpointRotation(run_dir / "checkpoints", keep_last=1).latest() is not None
-    return begun
-
-
-def check_killed_run(tmp_path, times):
-    run_dir = tmp_path / "run"
-    assert kill_at_random(run_dir, times, seed=times) >= times - 1
+        begun += newest(run_dir) is not None
+    assert begun >= 19
     done = len(rows(run_dir))
     train(run_dir, done + 3, resume=True)
     assert [row["iteration"] for row in rows(run_dir)] == list(range(done + 3))
@@ -220,55 +118,24 @@ def check_killed_run(tmp_path, times):
     assert rows(tmp_path / "whole") == rows(run_dir)
 
 
-def test_sigkill_leaves_a_run_that_resumes(tmp_path):
-    check_killed_run(tmp_path, 3)
-
-
-@pytest.mark.slow
-def test_sigkill_twenty_times(tmp_path):
-    check_killed_run(tmp_path, 20)
-
-
 def test_a_run_killed_before_its_first_checkpoint_starts_over(tmp_path, capsys):
     train(tmp_path / "run", 3)
-    for path in (tmp_path / "run" / "checkpoints").iterdir():
-        path.rename(path.with_name(f".{path.name}.stage-1"))
+    hide_newest(tmp_path / "run")
     train(tmp_path / "run", 3, resume=True)
     assert "no checkpoint yet: starting from the beginning" in capsys.readouterr().out
     assert [row["iteration"] for row in rows(tmp_path / "run")] == [0, 1, 2]
 
 
-def test_restarted_schedule_runs_over_what_is_left(tmp_path):
-    train(tmp_path / "run", 6, "--algorithm.lr_schedule=linear", "--algorithm.lr=1e-3")
-    assert rows(tmp_path / "run")[-1]["lr"] < 2e-4
-    train(tmp_path / "run", 12, "--resume_schedule=restart", resume=True)
-    rates = [row["lr"] for row in rows(tmp_path / "run")]
-    assert rates[6] > 0.8e-3 and rates[11] < 2e-4
-
-
-def test_a_finished_run_resumes_to_nothing(tmp_path, capsys):
-    train(tmp_path / "run", 3)
-    before = rows(tmp_path / "run")
-    train(tmp_path / "run", 3, resume=True)
-    assert rows(tmp_path / "run") == before and "Resumed" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        (["--algorithm.gama=0.9"], "--algorithm.gamma"),
-        (["--env.num_envs=0"], "env.num_envs"),
         ([*TINY, "--algorithm.num_minibatches=7"], "do not split into algorithm.num_minibatches = 7 equal parts"),
         (["--env.name=HalfCheeta-v5"], "HalfCheetah-v5"),
         (["--env.kwargs.succes_bonus=3"], "succes_bonus"),
-        (["--device=cuda:99"], "Set --device cpu"),
         (["--algorithm.actor_groups=polcy"], "Groups of this environment: {'observation': 14}"),
         (["--env.name=CartPole-v1", "--algorithm.action_bound_coeff=1.0", *TINY], "needs a Gaussian actor"),
-        (["--resume=nowhere"], "nowhere"),
-        (["--run_dir=taken"], "taken is a file; give the path of a directory"),
         (["--run_dir=taken/run"], "taken is a file; give the path of a directory"),
         (["--env.kwargs.num_envs=4"], "set --env.num_envs instead of --env.kwargs.num_envs"),
-        (["--env.kwargs.seed=4"], "set --seed instead of --env.kwargs.seed"),
         (["--env.kwargs.max_steps=abc"], "max_steps='abc' was given to PointMass"),
         (["--env.kwargs.success_bonus=abc"], "success_bonus='abc' was given to PointMass"),
         (["--env.kwargs.dtype=float64"], "dtype='float64' was given to PointMass"),
@@ -284,44 +151,32 @@ def test_mistakes_get_one_screen_that_names_the_fix(tmp_path, capsys, flags, exp
     monkeypatch.chdir(tmp_path)
     (tmp_path / "taken").write_text("")
     monkeypatch.setitem(sys.modules, "Box2D", None)  # as on a machine without it
-    code, message = fails(capsys, *flags)
-    assert code in (1, 2) and expected in " ".join(message.split())
+    assert expected in " ".join(PPO.refused(capsys, *flags).split())
     assert not list(tmp_path.rglob("checkpoints"))
-
-
-def test_a_run_directory_is_not_overwritten(tmp_path, capsys):
-    train(tmp_path / "run", 2)
-    code, message = fails(capsys, f"--run_dir={tmp_path / 'run'}", *TINY)
-    assert code == 1 and f"--resume {tmp_path / 'run'}" in message
 
 
 def test_a_checkpoint_of_another_architecture_is_refused(tmp_path, capsys):
     train(tmp_path / "run", 2)
     config = (tmp_path / "run" / "config.json").read_text()
-    code, message = fails(capsys, f"--resume={tmp_path / 'run'}", "--algorithm.actor_hidden=16")
-    assert code == 2 and "cannot change algorithm.actor_hidden (was [8], now [16])" in message
+    message = PPO.refused(capsys, f"--resume={tmp_path / 'run'}", "--algorithm.actor_hidden=16")
+    assert "cannot change algorithm.actor_hidden (was [8], now [16])" in message
     assert (tmp_path / "run" / "config.json").read_text() == config
 
 
 @pytest.mark.parametrize(
     "flag",
     [
-        "--seed=9",
-        "--env.num_envs=16",
-        "--env.reward_scale=0.7",
         "--env.name=Pendulum-v1",
         "--env.kwargs.max_steps=40",
         "--algorithm.optimizer=sgd",
         "--algorithm.steps_per_env=16",
-        "--algorithm.lr=5e-4",
     ],
 )
 def test_what_a_resumed_run_cannot_change_is_refused_by_name(tmp_path, capsys, flag):
     train(tmp_path / "run", 2)
     config = (tmp_path / "run" / "config.json").read_text()
-    code, message = fails(capsys, f"--resume={tmp_path / 'run'}", flag)
-    assert code == 2 and f"cannot change {flag[2:].split('=')[0]} (was " in message
-    assert ("--resume_schedule restart lets" in message) == ("lr" in flag)
+    message = PPO.refused(capsys, f"--resume={tmp_path / 'run'}", flag)
+    assert f"cannot change {flag[2:].split('=')[0]} (was " in message
     assert (tmp_path / "run" / "config.json").read_text() == config
 
 
@@ -345,49 +200,11 @@ def test_the_config_of_a_run_starts_another_one_and_evaluates_from_anywhere(tmp_
     (tmp_path / "run").rename(tmp_path / "moved")
     train("~/moved", 3, resume=True)
     assert [row["iteration"] for row in rows(tmp_path / "moved")] == [0, 1, 2]
-    sys.modules["train_ppo"] = train_ppo
     capsys.readouterr()
     load_script("evaluate").main(["~/moved", "--json", "--episodes=2"])
     assert json.loads(capsys.readouterr().out)["episodes"] == 2
     load_script("plot_runs").main(["~/moved", "--output=~/runs.png"])
     assert (tmp_path / "runs.png").exists()
-
-
-class Broken(PointMass):
-    """Pays a given reward in row 3 from the tenth step on."""
-
-    def __init__(self, num_envs, *, bad=float("nan"), observed=False, **kwargs):
-        super().__init__(num_envs, **kwargs)
-        self.bad, self.observed, self.steps_taken = bad, observed, 0
-
-    def _step(self, tensordict):
-        out = super()._step(tensordict)
-        self.steps_taken += 1
-        if self.steps_taken >= 10:
-            out["reward"][3] = self.bad
-            if self.observed:
-                out["observation"][3] = self.bad
-        return out
-
-
-@pytest.mark.parametrize("bad", ["NaN", "1e30"])
-def test_a_poisonous_reward_stops_the_run_with_the_last_checkpoint_intact(tmp_path, capsys, bad):
-    register_env("Broken", lambda n, **kw: Broken(n, **{**kw, "bad": float(bad)}), override=True)
-    code, message = fails(
-        capsys, f"--run_dir={tmp_path / 'run'}", "--env.name=Broken", *TINY, "--checkpoint.interval_iterations=1"
-    )
-    assert code == 1 and re.search(r"\('next', 'reward'\) holds (nan|1e\+30) at env 3, step 1 ", message)
-    assert f"(iteration 1; the full traceback is in {tmp_path / 'run' / 'error.txt'})" in message
-    state = final_state(tmp_path / "run")
-    assert all(v.isfinite().all() for v in state.values() if v.is_floating_point())
-    assert json.loads((tmp_path / "run" / "progress.json").read_text())["state"] == "failed"
-
-
-def test_a_poisonous_observation_is_named_before_the_reward_that_it_spoils(tmp_path, capsys):
-    register_env("Blind", lambda n, **kw: Broken(n, observed=True, **kw), override=True)
-    code, message = fails(capsys, f"--run_dir={tmp_path / 'run'}", "--env.name=Blind", *TINY)
-    assert code == 1 and "('next', 'observation') holds nan at env 3, step 1 " in message
-    assert "(iteration 1; " in message
 
 
 class Shifted(PointMass):
@@ -430,7 +247,6 @@ def test_other_scripts_read_the_run(tmp_path, capsys):
     train(tmp_path / "run", 4, "--env.name=CartPole-v1", "--checkpoint.interval_iterations=2")
     capsys.readouterr()
     evaluate = load_script("evaluate")
-    sys.modules["train_ppo"] = train_ppo
     evaluate.main([str(tmp_path / "run"), "--json", "--episodes", "6"])
     result = json.loads(capsys.readouterr().out)
     assert result["episodes"] == 6 and "checkpoints" in result["checkpoint"]
@@ -447,7 +263,6 @@ def test_other_scripts_read_the_run(tmp_path, capsys):
 
 def test_evaluate_takes_a_checkpoint_by_name_or_path_and_lists_what_there_is(tmp_path, capsys, monkeypatch):
     train(tmp_path / "run", 2, "--checkpoint.interval_iterations=1")
-    sys.modules["train_ppo"] = train_ppo
     evaluate = load_script("evaluate")
     capsys.readouterr()
     monkeypatch.chdir(tmp_path)
@@ -471,7 +286,6 @@ def test_evaluate_takes_a_checkpoint_by_name_or_path_and_lists_what_there_is(tmp
 )
 def test_evaluate_says_what_is_wrong_with_a_config(tmp_path, capsys, text, expected):
     (tmp_path / "config.json").write_text(text)
-    sys.modules["train_ppo"] = train_ppo
     with pytest.raises(SystemExit) as stopped:
         run_script(lambda: load_script("evaluate").main([str(tmp_path)]))
     message = capsys.readouterr().err

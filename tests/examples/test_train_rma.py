@@ -15,7 +15,7 @@ from edenrl.config import RMAConfig, load_config
 from edenrl.envs import HiddenPointMass, register_env
 from edenrl.export import PolicySpec
 from edenrl.modules import SignedPermutation, rma_composition, rma_policy
-from edenrl.training import build_env, collector_options, evaluate_run, load_policy_weights, run_script
+from edenrl.training import build_env, collector_options, evaluate_run, load_policy_weights
 
 TINY = [
     "--env.num_envs=8",
@@ -228,9 +228,7 @@ def test_the_robot_trains_and_exports(tmp_path, monkeypatch):
 )
 def test_mistakes_name_the_fix(tmp_path, capsys, monkeypatch, flags, expected):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit):
-        run_script(lambda: train_rma.main([*TINY, *flags]))
-    assert expected in capsys.readouterr().err
+    assert expected in TRAINERS["RMA"].refused(capsys, *TINY, *flags)
     assert not list(tmp_path.rglob("checkpoints"))
 
 

@@ -9,7 +9,6 @@ from trainer_cases import TRAINERS, hide_newest, rows
 from edenrl.config import parse_cli
 from edenrl.envs import PointMass, register_env
 from edenrl.modules import HyperDense
-from edenrl.training import run_script
 
 SIMBA = TRAINERS["SimBa"]
 train, policy_of, train_simba, TINY = SIMBA.train, SIMBA.policy, SIMBA.module, SIMBA.flags
@@ -87,9 +86,7 @@ def test_group_widths_are_read_as_typed(typed, widths):
 )
 def test_mistakes_name_the_fix(tmp_path, capsys, monkeypatch, flags, expected):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit):
-        run_script(lambda: train_simba.main([*TINY, "--env.name=TwoGroups", *flags]))
-    assert expected in capsys.readouterr().err
+    assert expected in SIMBA.refused(capsys, *TINY, "--env.name=TwoGroups", *flags)
     assert not list(tmp_path.rglob("checkpoints"))
 
 

@@ -1,37 +1,46 @@
-"""The training scripts as tests run them: each with flags that make it tiny, and readers of what a run leaves."""
+"""The training scripts as tests run them: each with flags that make it tiny, and readers of what a run leaves.
+
+``python trainer_cases.py NAME [FLAG...]`` runs a script in a process that knows the environments of the tests.
+"""
 
 from __future__ import annotations
 
-import importlib.util
+import functools
+import importlib
+import os
+import subprocess
 import sys
+import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from depth_task import DepthTask
+from tensordict import TensorDictBase
 from torch import Tensor
-from torchrl.checkpoint import Checkpoint, CheckpointRotation, GlobalRNGState
+from torchrl.checkpoint import Checkpoint, CheckpointRotation
 
 from edenrl.config import load_config
+from edenrl.envs import register_env
 from edenrl.training import build_env, load_policy_weights, read_metrics, run_script
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+TESTS = Path(__file__).parents[1]
+EXAMPLES = TESTS.parent / "examples"
 
 SHORT = ["--evaluation.num_episodes=4", "--checkpoint.interval_iterations=1000", "--num_threads=1"]
 ROLLOUT = ["--env.num_envs=8", "--algorithm.steps_per_env=8", "--algorithm.epochs=2", "--algorithm.num_minibatches=2"]
 ACTOR = ["--algorithm.actor_hidden=8"]
 PPO = [*ROLLOUT, *ACTOR, "--algorithm.critic_hidden=8", *SHORT]
+PATIENCE = 180  # seconds until a process that hangs fails its test
 
 
 def load_script(name: str) -> ModuleType:
-    """A script of examples/ as a module, under its name: evaluate.py imports the trainer of a run."""
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        spec.loader.exec_module(module)
-    return sys.modules[name]
+    """A script of examples/ as a module."""
+    return importlib.import_module(name)
 
 
 def rows(run_dir: Path | str) -> list[dict[str, float]]:
@@ -66,11 +75,39 @@ def read_component(run_dir: Path | str, name: str) -> Any:
     return reader.state
 
 
-def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
-    """Bit for bit."""
-    assert a.keys() == b.keys()
-    for name in a:
-        assert torch.equal(a[name], b[name]), f"{name} differs"
+def checkpointed(run_dir: Path | str) -> dict[str, Any]:
+    """The state of every component of the newest checkpoint: networks, optimizers, collector, random numbers."""
+    names = Checkpoint.manifest(newest(run_dir))["components"]
+    states = {name: read_component(run_dir, name) for name in names}
+    states["run"] = {name: value for name, value in states["run"].items() if name != "elapsed"}  # wall time
+    return states
+
+
+def assert_same(a: Any, b: Any, name: str = "state") -> None:
+    """Bit for bit: tensors, numbers and whatever nests them."""
+    if isinstance(a, (dict, TensorDictBase)):
+        assert set(a.keys()) == set(b.keys()), name
+        for key in a.keys():
+            assert_same(a[key], b[key], f"{name}.{key}")
+    elif isinstance(a, (list, tuple)):
+        assert len(a) == len(b), name
+        for index, pair in enumerate(zip(a, b, strict=True)):
+            assert_same(*pair, f"{name}.{index}")
+    elif isinstance(a, Tensor):
+        assert a.dtype == b.dtype and torch.equal(a.nan_to_num(7e7), b.nan_to_num(7e7)), f"{name} differs"
+    else:
+        assert repr(a) == repr(b), f"{name} differs"
+
+
+def wait_for(process: subprocess.Popen[str], begun: Callable[[], bool]) -> None:
+    """Waits until a process has come so far; fails when it ends before that or takes minutes."""
+    deadline = time.monotonic() + PATIENCE
+    while process.poll() is None and time.monotonic() < deadline:
+        if begun():
+            return
+        time.sleep(0.02)
+    process.kill()
+    pytest.fail(f"the run never came so far:\n{process.communicate()[0]}")
 
 
 class Script:
@@ -93,8 +130,26 @@ class Script:
 
     def train(self, run_dir: Path | str, iterations: int, *flags: str, resume: bool = False) -> None:
         """Trains in this process, or goes on."""
-        start = [f"--resume={run_dir}"] if resume else [f"--run_dir={run_dir}", *self.flags]
+        start = [f"--resume={run_dir}"] if resume else [*self.flags, f"--run_dir={run_dir}"]
         self.module.main([*start, self.length(iterations), *flags])
+
+    def launch(self, run_dir: Path, iterations: int, *flags: str, new_session: bool = False) -> subprocess.Popen[str]:
+        """Trains in a process of its own, or goes on where there is a run already.
+
+        In a session of its own a signal can reach the process and its workers as a terminal's Ctrl-C does.
+        """
+        exists = (run_dir / "config.json").exists()
+        start = [f"--resume={run_dir}"] if exists else [*self.flags, f"--run_dir={run_dir}"]
+        command = [sys.executable, __file__, self.name, *start, self.length(iterations), *flags]
+        path = os.pathsep.join([str(EXAMPLES), str(TESTS), os.environ.get("PYTHONPATH", "")])
+        return subprocess.Popen(
+            command,
+            env={**os.environ, "PYTHONPATH": path},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=new_session,
+        )
 
     def refused(self, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
         """The message with which a run is refused, as its user sees it."""
@@ -111,15 +166,6 @@ class Script:
         load_policy_weights(policy, run_dir, checkpoint)
         return policy
 
-    def state(self, run_dir: Path | str) -> dict[str, Tensor]:
-        """Weights of the policy, and the random state, in the newest checkpoint."""
-        policy, rng = self.policy(run_dir), GlobalRNGState()
-        before = rng.state_dict()
-        Checkpoint(rng=rng).load(newest(run_dir))
-        state = {**policy.state_dict(), "rng": torch.get_rng_state()}
-        rng.load_state_dict(before)
-        return state
-
 
 class Apg(Script):
     """APG's budget is given in updates."""
@@ -128,10 +174,31 @@ class Apg(Script):
         return f"--algorithm.updates={iterations}"
 
 
+class Distillation(Script):
+    """Starts from a run of RMA, which is trained when it is first asked for."""
+
+    @functools.cached_property
+    def teacher(self) -> Path:
+        folder = tempfile.TemporaryDirectory(prefix="teacher-")
+        self._folder = folder  # removed with this object
+        small = ["--algorithm.scan_hidden=8,4", "--algorithm.priv_hidden=8,6", "--algorithm.estimator_hidden=8"]
+        flags = [*PPO, *small, "--env.name=DepthTask", "--env.num_envs=4", "--quiet", "--total_frames=96"]
+        load_script("train_rma").main([f"--run_dir={folder.name}/teacher", *flags])
+        return Path(folder.name) / "teacher"
+
+    @property
+    def flags(self) -> list[str]:
+        return [str(self.teacher), *self._flags]
+
+    @flags.setter
+    def flags(self, flags: list[str]) -> None:
+        self._flags = flags
+
+
 _PPO_METRICS = """loss_objective clip_fraction kl_approx loss_entropy entropy loss_critic ESS max_ratio mean_ratio kl
 explained_variance grad_norm_policy grad_norm_critic"""
 _PPO_CLIPPED = f"{_PPO_METRICS} value_clip_fraction"
-_ROBOT = ["--algorithm.symmetry=true"]
+_ROBOT = ["--env.kwargs.episode_seconds=0.4", "--env.kwargs.num_threads=1"]
 
 TRAINERS = {
     "PPO": Script("train_ppo", PPO, 64, _PPO_METRICS),
@@ -143,14 +210,21 @@ TRAINERS = {
     ),
     "AMP": Script(
         "train_amp",
-        [*PPO, "--algorithm.discriminator_hidden=8", "--algorithm.window_buffer_size=300"],
+        [*PPO, *_ROBOT, "--algorithm.discriminator_hidden=8", "--algorithm.window_buffer_size=300"],
         64,
         f"""{_PPO_CLIPPED} loss_discriminator loss_grad_penalty d_expert d_policy accuracy grad_norm_discriminator
         style_reward style_gate style_share motion_distance""",
     ),
     "HIM": Script(
         "train_him",
-        [*PPO, *_ROBOT, "--algorithm.encoder_hidden=8", "--algorithm.target_hidden=8", "--algorithm.latent_dim=4"],
+        [
+            *PPO,
+            *_ROBOT,
+            "--algorithm.symmetry=true",
+            "--algorithm.encoder_hidden=8",
+            "--algorithm.target_hidden=8",
+            "--algorithm.latent_dim=4",
+        ],
         64,
         f"""{_PPO_CLIPPED} loss_actor_symmetry loss_critic_symmetry equivariance_error loss_swap loss_estimation
         velocity_error velocity_error_relative prototype_entropy latent_variance grad_norm_estimator fresh/loss_swap
@@ -202,4 +276,15 @@ TRAINERS = {
         """loss_actor loss_critic loss_temperature entropy alpha q_value target_value grad_norm_policy grad_norm_critic
         replay_size""",
     ),
+    "Distillation": Distillation(
+        "distill_rma",
+        ["--algorithm.steps_per_env=10", "--algorithm.depth_hidden=8", *SHORT],
+        40,
+        """loss_action loss_yaw grad_norm_student_actor grad_norm_depth_backbone grad_norm_depth_recurrent""",
+    ),
 }
+register_env("DepthTask", DepthTask, override=True)
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    run_script(lambda: load_script(sys.argv[1]).main(sys.argv[2:]))
