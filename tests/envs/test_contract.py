@@ -278,6 +278,7 @@ def test_data_is_what_the_specs_say(name: str) -> None:
     assert {key: tuple(leaf.shape) for key, leaf in spec.items(True, True)} == {
         key: (4, *shape) for key, shape in case.observations.items()
     }
+    assert {leaf.dtype for leaf in spec.values(True, True)} <= {torch.float32, torch.bool}
     assert tuple(env.action_spec.shape) == (4, *case.action)
     flags = {"done", "terminated", "truncated"}
     root, last = env.reset(), play(env, env.reset(), actions_of(env, 6))[0][-1]["next"]
@@ -306,7 +307,7 @@ def test_the_seed_decides(name: str) -> None:
         torch.manual_seed(generator)
         env = make(name, seed=seed)
         if later is not None:
-            env.set_seed(later)
+            assert env.set_seed(later) is not None
         root = env.reset()
         return torch.stack(play(env, root, actions_of(env, 12))[0])
 
