@@ -6,11 +6,29 @@ import numpy as np
 import pytest
 import torch
 
+from edenrl.envs import registered_envs
 from edenrl.envs.self_resetting import warn_once
+from edenrl.objectives import registered_losses
 
 GOLDEN = Path(__file__).parent / "golden"
 # The tensors of the tests are tiny: more threads only wait for each other.
 torch.set_num_threads(1)
+
+
+# As the library registers them: tests and docstring examples add names of their own to the same process.
+_ENVIRONMENTS, _LOSSES = frozenset(registered_envs()), frozenset(registered_losses())
+
+
+@pytest.fixture(scope="session")
+def built_in_environments() -> frozenset[str]:
+    """Names of the environments that come with the library."""
+    return _ENVIRONMENTS
+
+
+@pytest.fixture(scope="session")
+def built_in_losses() -> frozenset[str]:
+    """Names of the losses that come with the library."""
+    return _LOSSES
 
 
 @pytest.fixture(scope="session")
