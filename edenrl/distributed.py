@@ -29,7 +29,6 @@ __all__ = [
     "failing_together",
     "from_first",
     "local_device",
-    "num_iterations",
     "rank",
     "start",
     "stop",
@@ -57,16 +56,6 @@ def world_size() -> int:
         1
     """
     return dist.get_world_size() if several_processes() else 1
-
-
-def num_iterations(total_frames: int, frames: int) -> int:
-    """How many iterations of ``frames`` environment steps in each process make ``total_frames`` in all.
-
-    Examples:
-        >>> num_iterations(1_000_000, 6144)
-        163
-    """
-    return math.ceil(total_frames / (frames * world_size()))
 
 
 def local_device(name: str) -> str:

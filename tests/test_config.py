@@ -611,3 +611,11 @@ def test_help_does_not_import_torch() -> None:
 def test_a_seed_that_no_generator_takes_is_refused(seed: int) -> None:
     with pytest.raises(ValidationError, match="seed"):
         RunConfig(seed=seed)
+
+
+def test_the_last_iteration_may_be_a_part_and_processes_share_the_frames() -> None:
+    cfg = TrainPPO(
+        total_frames=1001, env=EnvConfig(num_envs=4), algorithm=PPOConfig(steps_per_env=25, num_minibatches=2)
+    )
+    assert cfg.frames_per_rollout == 100
+    assert [cfg.num_iterations(processes) for processes in (1, 2, 3)] == [11, 6, 4]

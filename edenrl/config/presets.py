@@ -128,12 +128,7 @@ _SMALL_SIMBA: Preset = {
 }
 
 SIMBA: dict[str, Preset] = {
-    "PointMass": {
-        "total_frames": 1_000_000,
-        "env": {"kwargs": {"success_bonus": 50.0}, "reward_scale": 0.1},
-        "algorithm": _SMALL_SIMBA,
-        "evaluation": {"num_episodes": 128},
-    },
+    "PointMass": {**PPO["PointMass"], "algorithm": _SMALL_SIMBA},
     "HalfCheetah-v5": {
         "total_frames": 1_000_000,
         "env": {"num_envs": 16, "reward_scale": 0.02},
@@ -311,23 +306,19 @@ CMDP: dict[str, Preset] = {
 
 # ---------------------------------------------------------------------------------------------------------- GRPO, APG
 
+_SMALL_ACTOR: Preset = {"actor_hidden": (64, 64), "activation": "tanh"}
+
 GRPO: dict[str, Preset] = {
     "PointMass": {
         "total_frames": 2_000_000,
         "env": {"num_envs": 64, "kwargs": {"success_bonus": 50.0}},
-        "algorithm": {
-            "actor_hidden": (64, 64),
-            "activation": "tanh",
-            "group_size": 8,
-            "kl_coeff": 0.0,
-            "init_std": 0.6,
-        },
+        "algorithm": {**_SMALL_ACTOR, "group_size": 8, "kl_coeff": 0.0, "init_std": 0.6},
         "evaluation": {"num_episodes": 128},
     },
     "CartPole-v1": {
         "total_frames": 400_000,
         "env": {"num_envs": 32},
-        "algorithm": {"actor_hidden": (64, 64), "activation": "tanh", "group_size": 8, "steps_per_env": 500},
+        "algorithm": {**_SMALL_ACTOR, "group_size": 8, "steps_per_env": 500},
     },
 }
 """Group relative policy optimization."""
@@ -376,10 +367,7 @@ FLASHSAC: dict[str, Preset] = {
     "Pendulum-v1": {"total_frames": 12_000, "env": {"num_envs": 4}, "algorithm": {"steps_per_env": 50}},
     "InvertedPendulum-v5": {"total_frames": 12_000, "env": {"num_envs": 4}, "algorithm": {"steps_per_env": 50}},
     "PointMass": {"total_frames": 100_000, "env": {"num_envs": 16, "kwargs": {"success_bonus": 50.0}}},
-    "Quadruped": {
-        "total_frames": 300_000,
-        "algorithm": {"actor_groups": ("policy",), "critic_groups": ("critic",)},
-    },
+    "Quadruped": {"total_frames": 300_000, "algorithm": {"actor_groups": ("policy",), "critic_groups": ("critic",)}},
 }
 """FlashSAC: lengths and sizes, on top of a profile."""
 

@@ -55,12 +55,10 @@ class Run:
             the component "policy" plays episodes of the environment, if ``env`` was asked for.
 
     Attributes:
-        cfg: the configuration.
         device: the device of networks and environments.
         dir: the run directory, once the run has begun.
         leads: whether this process is the one that writes, prints and evaluates.
         iteration: iterations that are done.
-        iterations: iterations of the whole run.
 
     Raises:
         ValueError: for a device that cannot be used, or what ``cfg.resume`` cannot change.
@@ -98,8 +96,7 @@ class Run:
         self._extra_evaluation: Callable[[], dict[str, float]] | None = None
         self._asked = iterations, frames_per_iteration
         self.unit = "frames"
-        self.iteration = 0
-        self.elapsed = 0.0
+        self.iteration, self.elapsed = 0, 0.0
         self.evaluation: dict[str, float] = {}
         self._components: dict[str, Any] = {}
         self._restarts: list[Callable[[int], None]] = []
