@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from amp_case import Windowed
-from trainer_cases import TRAINERS, load_script, rows
+from trainer_cases import TRAINERS, load_script, refusals, rows
 from trainer_cases import read_component as component
 
 from edenrl.config import load_config
@@ -190,18 +190,17 @@ def test_clips_that_do_not_fit_leave_no_run(tmp_path, capsys, entries, flags, ex
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        ([], "There is no built-in motion for Windowed: set --algorithm.motion FILE.npz"),
-        (["--algorithm.motion=nowhere.npz"], "nowhere.npz: no such motion file"),
-        (["--algorithm.actor_groups=None"], "algorithm.actor_groups"),
-        (["--algorithm.num_frames=1"], "algorithm.num_frames = '1'"),
-        (["--algorithm.style_scale=-1"], "algorithm.style_scale"),
-    ],
+@refusals(
+    """
+    -> There is no built-in motion for Windowed: set --algorithm.motion FILE.npz
+    --algorithm.motion=nowhere.npz -> nowhere.npz: no such motion file
+    --algorithm.actor_groups=None -> algorithm.actor_groups
+    --algorithm.num_frames=1 -> algorithm.num_frames = '1'
+    --algorithm.style_scale=-1 -> algorithm.style_scale
+    """
 )
-def test_mistakes_name_the_fix_before_the_environment_is_built(tmp_path, capsys, flags, expected):
-    assert expected in TRAINERS["AMP"].refused(capsys, *TINY, f"--run_dir={tmp_path / 'run'}", *flags)
+def test_mistakes_name_the_fix_before_the_environment_is_built(refuses, tmp_path, flags, expected):
+    refuses(TRAINERS["AMP"], [*TINY, f"--run_dir={tmp_path / 'run'}", *flags], expected)
     assert Windowed.built == 0 and not (tmp_path / "run").exists()
 
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from trainer_cases import EXAMPLES, TRAINERS, assert_same, checkpointed, load_script, rows
+from trainer_cases import EXAMPLES, TRAINERS, load_script, refusals, rows
 
 from edenrl.config import load_config
 from edenrl.envs import PointMass, RolloutPlan, register_env
@@ -24,13 +24,9 @@ MODES = {
 
 @pytest.mark.parametrize("mode", MODES)
 def test_resumed_run_is_the_uninterrupted_run(tmp_path, mode):
-    train(tmp_path / "whole", 14, *MODES[mode], "--algorithm.lr_schedule=constant")
-    train(tmp_path / "parts", 6, *MODES[mode], "--algorithm.lr_schedule=constant")
-    train(tmp_path / "parts", 14, resume=True)
-    assert rows(tmp_path / "whole") == rows(tmp_path / "parts")
-    assert_same(checkpointed(tmp_path / "whole"), checkpointed(tmp_path / "parts"))
+    whole = APG.whole_like_parts(tmp_path, 14, 6, *MODES[mode], "--algorithm.lr_schedule=constant")
     frames = {"segments": 96, "complete": 64, "cart-pole": 32}[mode]
-    assert [row["frames"] for row in rows(tmp_path / "whole")] == [frames * (i + 1) for i in range(14)]
+    assert [row["frames"] for row in rows(whole)] == [frames * (i + 1) for i in range(14)]
 
 
 def test_evaluates_saves_and_keeps_the_best(tmp_path):
@@ -99,18 +95,16 @@ def test_scheduled_rollouts_have_a_budget_in_updates(tmp_path, capsys):
     assert "--algorithm.updates" in APG.refused(capsys, f"--run_dir={tmp_path / 'x'}", *TINY, *flags)
 
 
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        (["--algorithm.update_horizon=10", *TINY], "is not a multiple of segment_length 4"),
-        (["--algorithm.gama=0.9"], "--algorithm.gamma"),
-        (["--env.name=Pendulum-v1", *TINY], "GymVectorEnv has no detach_state()"),
-        (["--env.name=CartPole-v1", *TINY], "has no detach_state()"),
-    ],
+@refusals(
+    """
+    --algorithm.update_horizon=10 -> is not a multiple of segment_length 4
+    --algorithm.gama=0.9 -> --algorithm.gamma
+    --env.name=Pendulum-v1 -> GymVectorEnv has no detach_state()
+    --env.name=CartPole-v1 -> has no detach_state()
+    """
 )
-def test_mistakes_get_a_message_that_names_the_fix(tmp_path, capsys, flags, expected, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert expected in APG.refused(capsys, *flags)
+def test_mistakes_name_the_fix(refuses, flags, expected):
+    refuses(APG, [*TINY, *flags], expected)
 
 
 def test_evaluate_reads_the_run(tmp_path, capsys):

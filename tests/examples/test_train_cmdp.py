@@ -3,17 +3,16 @@
 import json
 
 import pytest
-import torch
 from torchrl.checkpoint import Checkpoint
-from trainer_cases import TRAINERS, load_script, newest, rows
+from trainer_cases import TRAINERS, Script, load_script, newest, read_component, refusals, rows
 
 from edenrl.config import CMDPConfig, load_config, parse_cli, presets
 from edenrl.modules import TaskConstraint
 from edenrl.training import run_script
 
-CMDP = TRAINERS["CMDP"]
+TINY = [*TRAINERS["CMDP"].flags, "--algorithm.warmup_iters=4"]
+CMDP = Script("train_cmdp", TINY, 64)
 train, train_cmdp = CMDP.train, CMDP.module
-TINY = [flag for flag in CMDP.flags if "warmup" not in flag] + ["--algorithm.warmup_iters=4"]
 PLAIN = [flag for flag in TINY if not flag.startswith("--env.kwargs")]
 
 
@@ -28,14 +27,9 @@ def final_state(run_dir):
 # Checkpoints during warm-up, and after it in the middle of an episode (12 steps, 8 an iteration) and of the window.
 @pytest.mark.parametrize("cut", [3, 11])
 def test_resumed_run_is_the_uninterrupted_run(tmp_path, cut):
-    train(tmp_path / "whole", 18)
-    train(tmp_path / "parts", cut)
-    train(tmp_path / "parts", 18, resume=True)
-    assert len(rows(tmp_path / "whole")) == 18 and rows(tmp_path / "whole") == rows(tmp_path / "parts")
-    whole, parts = final_state(tmp_path / "whole"), final_state(tmp_path / "parts")
-    assert int(whole["constraint.updates"]) == 18 and int(whole["constraint.episodes"]) == 12 * 8
-    for name, value in whole.items():
-        assert torch.equal(value, parts[name]), name
+    whole = CMDP.whole_like_parts(tmp_path, 18, cut)
+    constraint = read_component(whole, "constraint")
+    assert int(constraint["updates"]) == 18 and int(constraint["episodes"]) == 12 * 8
 
 
 def test_the_columns_tell_the_constraint(tmp_path):
@@ -73,22 +67,19 @@ def test_other_scripts_read_the_run_and_its_newest_policy_is_the_one(tmp_path, c
     load_script("export_policy").main([str(tmp_path / "run"), "--formats", "jit"])
 
 
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        (["--algorithm.alpha=1.2"], "algorithm.alpha = '1.2'"),
-        (["--algorithm.warmup_iters=-1"], "algorithm.warmup_iters = '-1'"),
-        (["--algorithm.vg_window=0"], "algorithm.vg_window = '0'"),
-        (["--algorithm.normalize_advantage=minibatch"], "algorithm.normalize_advantage = 'minibatch'"),
-        (["--algorithm.alhpa=0.9"], "--algorithm.alpha"),
-        (["--env.name=PointMass"], "exactly ['task', 'style', 'penalty']"),
-        (["--env.name=Quadruped", '--env.kwargs={"groups": ["policy"]}'], "among --env.kwargs.groups"),
-    ],
+@refusals(
+    """
+    --algorithm.alpha=1.2 -> algorithm.alpha = '1.2'
+    --algorithm.warmup_iters=-1 -> algorithm.warmup_iters = '-1'
+    --algorithm.vg_window=0 -> algorithm.vg_window = '0'
+    --algorithm.normalize_advantage=minibatch -> algorithm.normalize_advantage = 'minibatch'
+    --algorithm.alhpa=0.9 -> --algorithm.alpha
+    --env.name=PointMass -> exactly ['task', 'style', 'penalty']
+    --env.name=Quadruped '--env.kwargs={"groups": ["policy"]}' -> among --env.kwargs.groups
+    """
 )
-def test_mistakes_name_the_fix(tmp_path, capsys, monkeypatch, flags, expected):
-    monkeypatch.chdir(tmp_path)
-    assert expected in CMDP.refused(capsys, *(PLAIN if "Quadruped" in flags[0] else TINY), *flags)
-    assert not list(tmp_path.rglob("checkpoints"))
+def test_mistakes_name_the_fix(refuses, flags, expected):
+    refuses(CMDP, [*(PLAIN if "Quadruped" in flags[0] else TINY), *flags], expected)
 
 
 def test_the_constraint_of_a_run_cannot_change(tmp_path, capsys):

@@ -12,7 +12,7 @@ import torch
 import train_rma
 from torchrl.checkpoint import Checkpoint, CheckpointError, CheckpointRotation
 from torchrl.modules.utils import get_primers_from_module
-from trainer_cases import TRAINERS, load_script, rows
+from trainer_cases import TRAINERS, load_script, refusals, rows
 
 from edenrl.collectors import DepthDistillationCollector
 from edenrl.config import load_config, read_config
@@ -214,23 +214,21 @@ def test_a_rollout_of_the_policy_is_what_the_collector_collects(student_run):
     assert torch.equal(rollout["next", "done"], collected["next", "done"])
 
 
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        ([], "No teacher was given"),
-        (["nowhere"], "nowhere is not a run directory"),
-        (["TEACHER", "--algorithm.steps_per_env=12"], "steps_per_env 12 is not a multiple of update_interval 5"),
-        (["TEACHER", "--env.name=OtherCadence"], "update_interval=5 steps; OtherCadence makes a new image every 4"),
-        (["TEACHER", "--algorithm.update_interval=2"], "update_interval=2 steps; DepthTask makes a new image every 5"),
-        (["TEACHER", "--algorithm.teacher.actor_hidden=[9]"], "does not fit this policy"),
-        (["TEACHER", "--algorithm.depth_hiden=3"], "--algorithm.depth_hidden"),
-        (["TEACHER", "--algorithm.teacher_checkpoint=3"], "3 is no checkpoint"),
-    ],
+@refusals(
+    """
+ -> No teacher was given
+    nowhere -> nowhere is not a run directory
+    TEACHER --algorithm.steps_per_env=12 -> steps_per_env 12 is not a multiple of update_interval 5
+    TEACHER --env.name=OtherCadence -> update_interval=5 steps; OtherCadence makes a new image every 4
+    TEACHER --algorithm.update_interval=2 -> update_interval=2 steps; DepthTask makes a new image every 5
+    TEACHER '--algorithm.teacher.actor_hidden=[9]' -> does not fit this policy
+    TEACHER --algorithm.depth_hiden=3 -> --algorithm.depth_hidden
+    TEACHER --algorithm.teacher_checkpoint=3 -> 3 is no checkpoint
+    """
 )
-def test_mistakes_get_a_message_that_names_the_fix(teacher_run, tmp_path, capsys, flags, expected, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_mistakes_name_the_fix(refuses, teacher_run, flags, expected):
     flags = [str(teacher_run) if flag == "TEACHER" else flag for flag in flags]
-    assert expected in TRAINERS["Distillation"].refused(capsys, *flags, *TINY[1:])
+    refuses(TRAINERS["Distillation"], [*flags, *TINY[1:]], expected)
 
 
 def test_what_is_no_teacher_is_refused_before_the_environment(student_run, tmp_path, capsys, monkeypatch):

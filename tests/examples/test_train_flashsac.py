@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 from torchrl.data import Bounded
-from trainer_cases import EXAMPLES, TRAINERS, hide_newest, load_script, rows
+from trainer_cases import EXAMPLES, TRAINERS, Script, hide_newest, load_script, refusals, rows
 
 from edenrl.config import parse_cli
 from edenrl.config.presets import FLASHSAC_PROFILES
@@ -18,32 +18,18 @@ from edenrl.modules import UnitBatchNorm, UnitLinear
 from edenrl.objectives import FlashSACLoss
 from edenrl.training import read_metrics, run_script
 
-FLASHSAC = TRAINERS["FlashSAC"]
-train_flashsac, policy_of, FRAMES = FLASHSAC.module, FLASHSAC.policy, FLASHSAC.frames
-TINY = [flag.replace("min_buffer=20", "min_buffer=40") for flag in FLASHSAC.flags]
-
-
-def train(run_dir, iterations, *flags, resume=False):
-    place = "--resume" if resume else "--run_dir"
-    length = f"--total_frames={iterations * FRAMES}"
-    train_flashsac.main([f"{place}={run_dir}", length, "--quiet", *([] if resume else TINY), *flags])
+TINY = [flag.replace("min_buffer=20", "min_buffer=40") for flag in TRAINERS["FlashSAC"].flags]
+FLASHSAC = Script("train_flashsac", [*TINY, "--quiet"], 20)
+train, train_flashsac, policy_of, FRAMES = FLASHSAC.train, FLASHSAC.module, FLASHSAC.policy, FLASHSAC.frames
 
 
 @pytest.mark.parametrize("env", ["PointMass", "Pendulum-v1"])
 def test_resumed_run_is_the_uninterrupted_run(tmp_path, env):
     flags = (f"--env.name={env}", "--algorithm.buffer_dtype=bfloat16")
-    train(tmp_path / "whole", 20, *flags)
-    train(tmp_path / "parts", 20, "--checkpoint.interval_iterations=9", *flags)
-    # Back to the checkpoint after eighteen iterations, as if the process had died in the last two.
-    hide_newest(tmp_path / "parts")
-    train(tmp_path / "parts", 20, resume=True)
-    assert len(rows(tmp_path / "whole")) == 20 and rows(tmp_path / "whole") == rows(tmp_path / "parts")
-    whole, parts = policy_of(tmp_path / "whole"), policy_of(tmp_path / "parts")
-    for name, value in whole.state_dict().items():
-        assert torch.equal(value, parts.state_dict()[name]), name
-    last = rows(tmp_path / "whole")[-1]
+    run_dir = FLASHSAC.whole_like_parts(tmp_path, 20, 9, *flags, dies=True)
+    last = rows(run_dir)[-1]
     assert last["replay_size"] == 160 and last["lr"] < 1e-3 and last["skipped_updates"] == 0
-    for layer in whole.modules():
+    for layer in FLASHSAC.policy(run_dir).modules():
         if isinstance(layer, UnitLinear):
             assert (layer.weight.norm(dim=1) - 1).abs().max() < 1e-5
         if isinstance(layer, UnitBatchNorm):
@@ -123,28 +109,25 @@ def test_iterations_count_as_given(tmp_path):
     assert [row["frames"] for row in rows(tmp_path / "run")] == [20, 40, 60]
 
 
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        (["--env.action_mode=clip"], "set env.action_mode to 'squash'"),
-        (["--env.name=CartPole-v1", "--total_frames=100"], "or an algorithm for discrete actions such as PPO"),
-        (["--algorithm.buffer_size=30"], "min_buffer 40 is more than buffer_size 30"),
-        (["--algorithm.actor_groups=scam"], "Observation group 'scam' does not exist"),
-        (["--profile=gpu"], "profile = 'gpu'"),
-        (["--algorithm.batch_size=1"], "algorithm.batch_size = '1'"),
-        (["--env.name=Unbounded"], "needs an action spec with finite bounds"),
-    ],
+@refusals(
+    """
+    --env.action_mode=clip -> set env.action_mode to 'squash'
+    --env.name=CartPole-v1 --total_frames=100 -> or an algorithm for discrete actions such as PPO
+    --algorithm.buffer_size=30 -> min_buffer 40 is more than buffer_size 30
+    --algorithm.actor_groups=scam -> Observation group 'scam' does not exist
+    --profile=gpu -> profile = 'gpu'
+    --algorithm.batch_size=1 -> algorithm.batch_size = '1'
+    --env.name=Unbounded -> needs an action spec with finite bounds
+    """
 )
-def test_mistakes_name_the_fix(tmp_path, capsys, monkeypatch, flags, expected):
+def test_mistakes_name_the_fix(refuses, flags, expected):
     class Unbounded(PointMass):
         def __init__(self, num_envs, **kwargs):
             super().__init__(num_envs, **kwargs)
             self.action_spec = Bounded(-1.0, torch.inf, self.action_spec.shape)
 
     register_env("Unbounded", lambda n, **kw: Unbounded(n, **kw), override=True)
-    monkeypatch.chdir(tmp_path)
-    assert expected in FLASHSAC.refused(capsys, *TINY, "--total_frames=100", *flags)
-    assert not list(tmp_path.rglob("checkpoints"))
+    refuses(FLASHSAC, [*TINY, "--total_frames=100", *flags], expected)
 
 
 def test_profiles_stand_below_presets_and_flags():

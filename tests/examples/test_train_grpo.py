@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDict
 from torchrl.checkpoint import CheckpointError, CheckpointRotation
 from torchrl.envs import EnvBase
-from trainer_cases import EXAMPLES, TRAINERS, newest, rows
+from trainer_cases import EXAMPLES, TRAINERS, newest, refusals, rows
 
 from edenrl.envs import PointMass, register_env
 from edenrl.training import Checkpoints, read_metrics
@@ -37,32 +37,15 @@ def test_steps_behind_the_first_episode_do_not_count(tmp_path, capsys):
 @pytest.mark.parametrize("reset", [True, False])
 def test_resumed_run_is_the_uninterrupted_run(tmp_path, env, reset):
     flags = (f"--env.name={env}", f"--algorithm.reset_before_rollout={reset}")
-    train(tmp_path / "whole", 12, *flags)
-    train(tmp_path / "parts", 5, *flags)
-    train(tmp_path / "parts", 12, resume=True)
-    assert rows(tmp_path / "whole") == rows(tmp_path / "parts")
-    for of in (lambda run: saved_policy(run).state_dict(), saved_reference):
-        whole, parts = of(tmp_path / "whole"), of(tmp_path / "parts")
-        assert all(torch.equal(value, parts[name]) for name, value in whole.items())
+    run_dir = GRPO.whole_like_parts(tmp_path, 12, 5, *flags)
     # The reference is the policy of the beginning, not of the resumption.
-    assert not torch.equal(
-        *(state["module.0.module.mlp.0.weight"] for state in (whole, saved_policy(tmp_path / "whole").state_dict()))
-    )
-    assert rows(tmp_path / "whole")[-1]["kl_reference"] > 0
+    states = [saved_reference(run_dir), saved_policy(run_dir).state_dict()]
+    assert not torch.equal(*(state["module.0.module.mlp.0.weight"] for state in states))
+    assert rows(run_dir)[-1]["kl_reference"] > 0
 
 
 def test_resumed_run_in_a_new_process_is_the_uninterrupted_run(tmp_path):
-    train(tmp_path / "whole", 6)
-    train(tmp_path / "parts", 3)
-    command = [
-        sys.executable,
-        EXAMPLES / "train_grpo.py",
-        "--resume",
-        tmp_path / "parts",
-        f"--total_frames={6 * FRAMES}",
-    ]
-    subprocess.run(command, check=True, cwd=tmp_path, capture_output=True)
-    assert rows(tmp_path / "whole") == rows(tmp_path / "parts")
+    GRPO.whole_like_parts(tmp_path, 6, 3, in_a_new_process=True)
 
 
 def test_a_run_without_a_reference_cannot_be_resumed_with_one(tmp_path, capsys):
@@ -126,23 +109,17 @@ def test_a_missing_reward_is_counted_and_never_trained_on(tmp_path):
     assert all(value.isfinite().all() for value in saved_policy(tmp_path / "run").state_dict().values())
 
 
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        (
-            ["--env.num_envs=10", "--algorithm.group_size=4"],
-            "set env.num_envs to 8 or 12, or algorithm.group_size to 2 or 5",
-        ),
-        (["--algorithm.group_size=1"], "algorithm.group_size"),
-        (["--algorithm.kl_coef=0.1"], "--algorithm.kl_coeff"),
-        (["--collector=multi_sync"], "GRPO collects in one process"),
-        ([*TINY, "--env.name=CartPole-v1", "--algorithm.action_bound_coeff=1.0"], "needs a Gaussian actor"),
-    ],
+@refusals(
+    """
+    --env.num_envs=10 --algorithm.group_size=4 -> set env.num_envs to 8 or 12, or algorithm.group_size to 2 or 5
+    --algorithm.group_size=1 -> algorithm.group_size
+    --algorithm.kl_coef=0.1 -> --algorithm.kl_coeff
+    --collector=multi_sync -> GRPO collects in one process
+    --env.name=CartPole-v1 --algorithm.action_bound_coeff=1.0 -> needs a Gaussian actor
+    """
 )
-def test_mistakes_name_the_fix(tmp_path, capsys, flags, expected, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    message = GRPO.refused(capsys, *flags)
-    assert expected in message
+def test_mistakes_name_the_fix(refuses, flags, expected):
+    refuses(GRPO, [*TINY, *flags], expected)
 
 
 def test_a_run_of_another_algorithm_is_refused(tmp_path):

@@ -12,21 +12,22 @@ import pytest
 import torch
 from tensordict import TensorDict
 from torchrl.data import Unbounded
-from trainer_cases import PPO, TRAINERS, load_script, rows
+from trainer_cases import PPO, Script, load_script, refusals, rows
 
 from edenrl.envs import PointMass, register_env
 from edenrl.export import PolicySpec, load_policy
 from edenrl.modules import SignedPermutation
 
-HIM = TRAINERS["HIM"]
-train_him, policy_of, FRAMES = HIM.module, HIM.policy, HIM.frames
 TINY = [
     *PPO,
     "--algorithm.encoder_hidden=8",
     "--algorithm.target_hidden=8",
     "--algorithm.latent_dim=4",
     "--algorithm.num_prototypes=6",
+    "--env.name=Stacked",
 ]
+HIM = Script("train_him", TINY, 64)
+train, train_him, policy_of, FRAMES = HIM.train, HIM.module, HIM.policy, HIM.frames
 # Left and right of a point mass: its y coordinates change their sign (any signs will do for a script).
 SIGNS = [1.0, -1.0] * 7
 
@@ -69,26 +70,11 @@ def stacked() -> None:
     register_env("Stacked", lambda n, **kw: Stacked(n, **kw), override=True)
 
 
-def train(run_dir: Path, iterations: int, *flags: str, resume: bool = False) -> None:
-    place = "--resume" if resume else "--run_dir"
-    begin = [] if resume else [*TINY, "--env.name=Stacked"]
-    train_him.main([f"{place}={run_dir}", f"--total_frames={iterations * FRAMES}", *begin, *flags])
-
-
 @pytest.mark.parametrize("schedule", ["adaptive", "linear"])
 @pytest.mark.parametrize("symmetry", ["true", "false"])
 def test_resumed_run_is_the_uninterrupted_run(tmp_path: Path, schedule: str, symmetry: str) -> None:
     flags = (f"--algorithm.symmetry={symmetry}", f"--algorithm.lr_schedule={schedule}")
-    train(tmp_path / "whole", 6, *flags)
-    train(tmp_path / "parts", 6, "--checkpoint.interval_iterations=4", *flags)
-    # Back to the checkpoint after four iterations, as if the process had died in the last two.
-    newest = max((tmp_path / "parts" / "checkpoints").iterdir(), key=lambda path: path.name)
-    newest.rename(newest.with_name(f".{newest.name}.stage-1"))
-    train(tmp_path / "parts", 6, resume=True)
-    assert len(rows(tmp_path / "whole")) == 6 and rows(tmp_path / "whole") == rows(tmp_path / "parts")
-    whole, parts = policy_of(tmp_path / "whole"), policy_of(tmp_path / "parts")
-    for name, value in whole.state_dict().items():
-        assert torch.equal(value, parts.state_dict()[name]), name
+    HIM.whole_like_parts(tmp_path, 6, 4, *flags, dies=True)
 
 
 def test_a_restarted_schedule_leads_the_estimator_too(tmp_path: Path) -> None:
@@ -120,27 +106,23 @@ def test_what_is_logged_are_means_over_mini_batches_and_fresh_rollouts(tmp_path:
         assert row[name] > 0
 
 
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        (["--env.kwargs.declared=false"], "set history_layout to 'oldest_first'"),
-        (["--algorithm.history_layout=newest_first"], "the environment declares 'oldest_first'"),
-        (["--algorithm.normalize_observations=true"], "expected false: the estimator learns the raw"),
-        (["--algorithm.actor_groups=history,critic"], "expected one group, got 2"),
-        (["--algorithm.actor_groups=critic", "--algorithm.critic_groups=history"], "'critic' has 17 entries"),
-        (["--algorithm.critic_groups=critics"], "Groups of this environment: {'history': 42, 'critic': 17}"),
-        (["--env.name=PointMass"], "Groups of this environment: {'observation': 14}"),
-        (["--env.name=PointMass"], "['history', 'critic'] are missing"),
-        (["--algorithm.num_prototypes=1"], "algorithm.num_prototypes = '1'"),
-        (["--algorithm.target_skip_dim=14"], "target_skip_dim=14 was given"),
-        (["--algorithm.num_prototype=3"], "closest: --algorithm.num_prototypes"),
-    ],
+@refusals(
+    """
+    --env.kwargs.declared=false -> set history_layout to 'oldest_first'
+    --algorithm.history_layout=newest_first -> the environment declares 'oldest_first'
+    --algorithm.normalize_observations=true -> expected false: the estimator learns the raw
+    --algorithm.actor_groups=history,critic -> expected one group, got 2
+    --algorithm.actor_groups=critic --algorithm.critic_groups=history -> 'critic' has 17 entries
+    --algorithm.critic_groups=critics -> Groups of this environment: {'history': 42, 'critic': 17}
+    --env.name=PointMass -> Groups of this environment: {'observation': 14}
+    --env.name=PointMass -> ['history', 'critic'] are missing
+    --algorithm.num_prototypes=1 -> algorithm.num_prototypes = '1'
+    --algorithm.target_skip_dim=14 -> target_skip_dim=14 was given
+    --algorithm.num_prototype=3 -> closest: --algorithm.num_prototypes
+    """
 )
-def test_mistakes_name_the_fix(tmp_path: Path, capsys: Any, monkeypatch: Any, flags: list[str], expected: str) -> None:
-    monkeypatch.chdir(tmp_path)
-    name = [] if any("env.name" in flag for flag in flags) else ["--env.name=Stacked"]
-    assert expected in HIM.refused(capsys, *TINY, *name, *flags)
-    assert not list(tmp_path.rglob("checkpoints"))
+def test_mistakes_name_the_fix(refuses: Any, flags: list[str], expected: str) -> None:
+    refuses(HIM, [*TINY, *flags], expected)
 
 
 def test_a_wrong_declaration_fails_at_the_first_rollout(tmp_path: Path, capsys: Any) -> None:

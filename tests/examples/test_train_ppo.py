@@ -11,18 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from trainer_cases import (
-    EXAMPLES,
-    PATIENCE,
-    TRAINERS,
-    assert_same,
-    checkpointed,
-    hide_newest,
-    load_script,
-    newest,
-    rows,
-    wait_for,
-)
+from trainer_cases import EXAMPLES, PATIENCE, TRAINERS, hide_newest, load_script, newest, refusals, rows, wait_for
 
 from edenrl.config import load_config
 from edenrl.envs import PointMass, register_env
@@ -59,27 +48,12 @@ def test_a_run_leaves_what_the_documentation_promises(tmp_path, capsys):
 @pytest.mark.parametrize("env", ["PointMass", "CartPole-v1", "Pendulum-v1"])
 def test_resumed_run_is_the_uninterrupted_run(tmp_path, env, schedule):
     flags = (f"--env.name={env}", f"--algorithm.lr_schedule={schedule}")
-    train(tmp_path / "whole", 12, *flags)
-    train(tmp_path / "parts", 5, *flags)
-    train(tmp_path / "parts", 12, resume=True)
-    assert rows(tmp_path / "whole") == rows(tmp_path / "parts")
-    assert_same(checkpointed(tmp_path / "whole"), checkpointed(tmp_path / "parts"))
+    PPO.whole_like_parts(tmp_path, 12, 5, *flags)
 
 
 def test_resumed_mujoco_run_in_a_new_process_is_the_uninterrupted_run(tmp_path):
     flags = ("--env.name=HalfCheetah-v5", "--env.num_envs=8", "--algorithm.lr_schedule=constant")
-    train(tmp_path / "whole", 6, *flags)
-    train(tmp_path / "parts", 3, *flags)
-    command = [
-        sys.executable,
-        EXAMPLES / "train_ppo.py",
-        "--resume",
-        tmp_path / "parts",
-        f"--total_frames={6 * FRAMES}",
-    ]
-    subprocess.run(command, check=True, cwd=tmp_path, capture_output=True)
-    assert rows(tmp_path / "whole") == rows(tmp_path / "parts")
-    assert_same(checkpointed(tmp_path / "whole"), checkpointed(tmp_path / "parts"))
+    PPO.whole_like_parts(tmp_path, 6, 3, *flags, in_a_new_process=True)
 
 
 def test_ctrl_c_in_a_terminal_reaches_every_process_and_the_run_still_saves(tmp_path):
@@ -126,33 +100,30 @@ def test_a_run_killed_before_its_first_checkpoint_starts_over(tmp_path, capsys):
     assert [row["iteration"] for row in rows(tmp_path / "run")] == [0, 1, 2]
 
 
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        ([*TINY, "--algorithm.num_minibatches=7"], "do not split into algorithm.num_minibatches = 7 equal parts"),
-        (["--env.name=HalfCheeta-v5"], "HalfCheetah-v5"),
-        (["--env.kwargs.succes_bonus=3"], "succes_bonus"),
-        (["--algorithm.actor_groups=polcy"], "Groups of this environment: {'observation': 14}"),
-        (["--env.name=CartPole-v1", "--algorithm.action_bound_coeff=1.0", *TINY], "needs a Gaussian actor"),
-        (["--run_dir=taken/run"], "taken is a file; give the path of a directory"),
-        (["--env.kwargs.num_envs=4"], "set --env.num_envs instead of --env.kwargs.num_envs"),
-        (["--env.kwargs.max_steps=abc"], "max_steps='abc' was given to PointMass"),
-        (["--env.kwargs.success_bonus=abc"], "success_bonus='abc' was given to PointMass"),
-        (["--env.kwargs.dtype=float64"], "dtype='float64' was given to PointMass"),
-        (["--env.name=Blackjack-v1"], "Tuple(Discrete(32), Discrete(11), Discrete(2)); expected Box"),
-        (["--env.name=LunarLander-v3"], "Box2D is not installed"),
-        (["--env.name=Pendulum-v1", "--env.kwargs.max_episode_steps=abc"], "max_episode_steps"),
-        (["--env.vectorization=async"], "--env.vectorization async is for Gymnasium ids"),
-        (["--algorithm.init_std=100"], "algorithm.init_std = '100': expected a number between 0.001 and 20"),
-        (["--algorithm.clip_epsilon=1.5"], "algorithm.clip_epsilon = '1.5': expected a number below 1"),
-    ],
+@refusals(
+    """
+    --algorithm.num_minibatches=7 -> do not split into algorithm.num_minibatches = 7 equal parts
+    --env.name=HalfCheeta-v5 -> HalfCheetah-v5
+    --env.kwargs.succes_bonus=3 -> succes_bonus
+    --algorithm.actor_groups=polcy -> Groups of this environment: {'observation': 14}
+    --env.name=CartPole-v1 --algorithm.action_bound_coeff=1.0 -> needs a Gaussian actor
+    --run_dir=taken/run -> taken is a file; give the path of a directory
+    --env.kwargs.num_envs=4 -> set --env.num_envs instead of --env.kwargs.num_envs
+    --env.kwargs.max_steps=abc -> max_steps='abc' was given to PointMass
+    --env.kwargs.success_bonus=abc -> success_bonus='abc' was given to PointMass
+    --env.kwargs.dtype=float64 -> dtype='float64' was given to PointMass
+    --env.name=Blackjack-v1 -> Tuple(Discrete(32), Discrete(11), Discrete(2)); expected Box
+    --env.name=LunarLander-v3 -> Box2D is not installed
+    --env.name=Pendulum-v1 --env.kwargs.max_episode_steps=abc -> max_episode_steps
+    --env.vectorization=async -> --env.vectorization async is for Gymnasium ids
+    --algorithm.init_std=100 -> algorithm.init_std = '100': expected a number between 0.001 and 20
+    --algorithm.clip_epsilon=1.5 -> algorithm.clip_epsilon = '1.5': expected a number below 1
+    """
 )
-def test_mistakes_get_one_screen_that_names_the_fix(tmp_path, capsys, flags, expected, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_mistakes_get_one_screen_that_names_the_fix(refuses, tmp_path, flags, expected, monkeypatch):
     (tmp_path / "taken").write_text("")
     monkeypatch.setitem(sys.modules, "Box2D", None)  # as on a machine without it
-    assert expected in " ".join(PPO.refused(capsys, *flags).split())
-    assert not list(tmp_path.rglob("checkpoints"))
+    refuses(PPO, [*TINY, *flags], expected)
 
 
 def test_a_checkpoint_of_another_architecture_is_refused(tmp_path, capsys):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from trainer_cases import EXAMPLES, TRAINERS, load_script, rows
+from trainer_cases import EXAMPLES, Script, load_script, refusals, rows
 
 from edenrl.collectors import make_collector
 from edenrl.config import RMAConfig, load_config
@@ -36,13 +36,8 @@ TINY = [
     "--checkpoint.keep_last=20",
     "--num_threads=1",
 ]
-FRAMES = 64
-train_rma = TRAINERS["RMA"].module
-
-
-def train(run_dir, iterations, *flags, resume=False):
-    place = "--resume" if resume else "--run_dir"
-    train_rma.main([f"{place}={run_dir}", f"--total_frames={iterations * FRAMES}", *([] if resume else TINY), *flags])
+RMA = Script("train_rma", TINY, 64)
+train, train_rma, FRAMES = RMA.train, RMA.module, RMA.frames
 
 
 def policy_of(run_dir, checkpoint="latest"):
@@ -150,11 +145,8 @@ def test_the_history_encoder_learns_only_in_its_iterations(whole):
 @pytest.mark.parametrize("symmetry", ["none", "augment", "loss"])
 def test_one_flat_group_trains_resumes_and_mirrors(tmp_path, symmetry):
     flags = [*FLAT, f"--algorithm.symmetry={symmetry}"]
-    train(tmp_path / "whole", 4, *flags)
-    train(tmp_path / "parts", 2, *flags)
-    train(tmp_path / "parts", 4, resume=True)
-    assert rows(tmp_path / "whole") == rows(tmp_path / "parts")
-    assert ("loss_symmetry" in rows(tmp_path / "whole")[0]) == (symmetry == "loss")
+    whole = RMA.whole_like_parts(tmp_path, 4, 2, *flags)
+    assert ("loss_symmetry" in rows(whole)[0]) == (symmetry == "loss")
 
 
 def test_workers_follow_the_switch(tmp_path):
@@ -207,29 +199,26 @@ def test_the_robot_trains_and_exports(tmp_path, monkeypatch):
 # Mistakes -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        (["--env.name=PointMass"], "lacks ['prop', 'priv_explicit', 'priv_latent', 'prop_history']"),
-        (["--algorithm.actor_groups=prop,priv_explicit,priv_latnt,prop_history"], "lacks ['priv_latnt']; its groups"),
-        (["--algorithm.actor_groups=prop,prop_history"], "names 2 groups ['prop', 'prop_history']; expected those of"),
-        (["--algorithm.critic_groups=crtic"], "'crtic' does not exist. Groups of this environment"),
-        (["--env.name=Flat", "--algorithm.actor_groups=policy"], "753 wide, laid out as prop 53 | scan 132 | priv"),
-        (["--algorithm.actor_groups=prop,priv_explicit,priv_latent,critic"], "A history of "),
-        (["--algorithm.actor_groups=prop,prop,priv_latent,prop_history"], "names ['prop'] more than once"),
-        (["--env.action_mode=squash"], "unsquashed Gaussian; got env.action_mode 'squash'"),
-        (["--algorithm.symmetry=augment"], "Symmetry needs a mirror for ['prop'"),
-        (["--env.name=HalfMirrored", "--algorithm.symmetry=augment"], "Symmetry needs a mirror for ['prop_history']"),
-        (["--algorithm.symmetry=loss"], "MirrorLoss needs a mirror for ['prop'"),
-        (["--algorithm.dagger_update_freq=0"], "algorithm.dagger_update_freq = '0'"),
-        (["--algorithm.priv_hidden=[]"], "algorithm.priv_hidden"),
-        (["--algorithm.widths.props=8"], "widths names ['props']; expected prop, scan"),
-    ],
+@refusals(
+    """
+    --env.name=PointMass -> lacks ['prop', 'priv_explicit', 'priv_latent', 'prop_history']
+    --algorithm.actor_groups=prop,priv_explicit,priv_latnt,prop_history -> lacks ['priv_latnt']; its groups
+    --algorithm.actor_groups=prop,prop_history -> names 2 groups ['prop', 'prop_history']; expected those of
+    --algorithm.critic_groups=crtic -> 'crtic' does not exist. Groups of this environment
+    --env.name=Flat --algorithm.actor_groups=policy -> 753 wide, laid out as prop 53 | scan 132 | priv
+    --algorithm.actor_groups=prop,priv_explicit,priv_latent,critic -> A history of 
+    --algorithm.actor_groups=prop,prop,priv_latent,prop_history -> names ['prop'] more than once
+    --env.action_mode=squash -> unsquashed Gaussian; got env.action_mode 'squash'
+    --algorithm.symmetry=augment -> Symmetry needs a mirror for ['prop'
+    --env.name=HalfMirrored --algorithm.symmetry=augment -> Symmetry needs a mirror for ['prop_history']
+    --algorithm.symmetry=loss -> MirrorLoss needs a mirror for ['prop'
+    --algorithm.dagger_update_freq=0 -> algorithm.dagger_update_freq = '0'
+    '--algorithm.priv_hidden=[]' -> algorithm.priv_hidden
+    --algorithm.widths.props=8 -> widths names ['props']; expected prop, scan
+    """
 )
-def test_mistakes_name_the_fix(tmp_path, capsys, monkeypatch, flags, expected):
-    monkeypatch.chdir(tmp_path)
-    assert expected in TRAINERS["RMA"].refused(capsys, *TINY, *flags)
-    assert not list(tmp_path.rglob("checkpoints"))
+def test_mistakes_name_the_fix(refuses, flags, expected):
+    refuses(RMA, [*TINY, *flags], expected)
 
 
 def test_a_checkpoint_of_another_model_is_refused_by_its_first_difference(whole, tmp_path):

@@ -3,8 +3,7 @@
 import json
 
 import pytest
-import torch
-from trainer_cases import TRAINERS, hide_newest, rows
+from trainer_cases import TRAINERS, refusals
 
 from edenrl.config import parse_cli
 from edenrl.envs import PointMass, register_env
@@ -42,16 +41,8 @@ def two_groups():
 @pytest.mark.parametrize("schedule", ["adaptive", "linear"])
 def test_resumed_run_is_the_uninterrupted_run_and_stays_on_the_sphere(tmp_path, optimizer, schedule):
     flags = (f"--algorithm.optimizer={optimizer}", f"--algorithm.lr_schedule={schedule}", "--env.name=TwoGroups")
-    train(tmp_path / "whole", 12, *flags)
-    train(tmp_path / "parts", 12, "--checkpoint.interval_iterations=5", *flags)
-    # Back to the checkpoint after ten iterations, as if the process had died in the last two.
-    hide_newest(tmp_path / "parts")
-    train(tmp_path / "parts", 12, resume=True)
-    assert len(rows(tmp_path / "whole")) == 12 and rows(tmp_path / "whole") == rows(tmp_path / "parts")
-    whole, parts = policy_of(tmp_path / "whole"), policy_of(tmp_path / "parts")
-    for name, value in whole.state_dict().items():
-        assert torch.equal(value, parts.state_dict()[name]), name
-    layers = [m for m in whole.modules() if isinstance(m, HyperDense)]
+    whole = SIMBA.whole_like_parts(tmp_path, 12, 5, *flags, dies=True)
+    layers = [m for m in SIMBA.policy(whole).modules() if isinstance(m, HyperDense)]
     assert layers and all((layer.weight.norm(dim=1) - 1).abs().max() < 1e-6 for layer in layers)
 
 
@@ -73,21 +64,18 @@ def test_group_widths_are_read_as_typed(typed, widths):
     assert whole.algorithm == cfg.algorithm
 
 
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        (["--algorithm.actor_groups=scam"], "Groups of this environment: {'policy': 4, 'scan': 10}"),
-        (["--algorithm.group_hidden.scam=8"], "names ['scam']. Groups of this environment: {'policy': 4, 'scan': 10}"),
-        (["--algorithm.group_hidden.scan=8,x"], "algorithm.group_hidden.scan.1 = 'x'"),
-        (["--algorithm.group_hidden.scan=8", "--algorithm.encoder_hidden=None"], "leave one of them out"),
-        (["--algorithm.actor_hidden=8"], "unknown flag --algorithm.actor_hidden"),
-        (["--algorithm.optimizer=lion"], "algorithm.optimizer = 'lion'"),
-    ],
+@refusals(
+    """
+    --algorithm.actor_groups=scam -> Groups of this environment: {'policy': 4, 'scan': 10}
+    --algorithm.group_hidden.scam=8 -> names ['scam']. Groups of this environment: {'policy': 4, 'scan': 10}
+    --algorithm.group_hidden.scan=8,x -> algorithm.group_hidden.scan.1 = 'x'
+    --algorithm.group_hidden.scan=8 --algorithm.encoder_hidden=None -> leave one of them out
+    --algorithm.actor_hidden=8 -> unknown flag --algorithm.actor_hidden
+    --algorithm.optimizer=lion -> algorithm.optimizer = 'lion'
+    """
 )
-def test_mistakes_name_the_fix(tmp_path, capsys, monkeypatch, flags, expected):
-    monkeypatch.chdir(tmp_path)
-    assert expected in SIMBA.refused(capsys, *TINY, "--env.name=TwoGroups", *flags)
-    assert not list(tmp_path.rglob("checkpoints"))
+def test_mistakes_name_the_fix(refuses, flags, expected):
+    refuses(SIMBA, [*TINY, "--env.name=TwoGroups", *flags], expected)
 
 
 def test_critic_and_actor_may_read_different_groups(tmp_path):

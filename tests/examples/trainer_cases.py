@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -110,6 +111,14 @@ def wait_for(process: subprocess.Popen[str], begun: Callable[[], bool]) -> None:
     pytest.fail(f"the run never came so far:\n{process.communicate()[0]}")
 
 
+def refusals(table: str) -> pytest.MarkDecorator:
+    """Parametrizes a test with lines of ``FLAG... -> what the message must hold``."""
+    cases = [line.split("->", 1) for line in table.strip().splitlines()]
+    return pytest.mark.parametrize(
+        ("flags", "expected"), [(shlex.split(flags), expected.strip()) for flags, expected in cases]
+    )
+
+
 class Script:
     """One training script.
 
@@ -150,6 +159,40 @@ class Script:
             text=True,
             start_new_session=new_session,
         )
+
+    def whole_like_parts(
+        self, folder: Path, iterations: int, cut: int, *flags: str, dies: bool = False, in_a_new_process: bool = False
+    ) -> Path:
+        """Trains one run at a stretch and one in two parts; they must be the same, bit for bit.
+
+        Args:
+            folder: where the two runs go.
+            iterations: the length of both.
+            cut: the second run stops after so many iterations.
+            flags: flags of both.
+            dies: the second run has the full length from the start. It dies after the last checkpoint of every
+                ``cut`` iterations. Schedules that know the length of a run need this.
+            in_a_new_process: where the second run goes on.
+
+        Returns:
+            The run at a stretch.
+        """
+        whole, parts = folder / "whole", folder / "parts"
+        self.train(whole, iterations, *flags)
+        if dies:
+            self.train(parts, iterations, f"--checkpoint.interval_iterations={cut}", *flags)
+            hide_newest(parts)
+        else:
+            self.train(parts, cut, *flags)
+        if in_a_new_process:
+            process = self.launch(parts, iterations)
+            output = process.communicate(timeout=PATIENCE)[0]
+            assert process.returncode == 0, output
+        else:
+            self.train(parts, iterations, resume=True)
+        assert len(rows(whole)) == iterations and rows(whole) == rows(parts)
+        assert_same(checkpointed(whole), checkpointed(parts))
+        return whole
 
     def refused(self, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
         """The message with which a run is refused, as its user sees it."""
