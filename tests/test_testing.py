@@ -496,7 +496,10 @@ def test_a_shared_trunk_is_seen_through_the_copies():
     )
     critic = TensorDictSequential(trunk, ValueOperator(nn.Linear(4, 1), in_keys=["hidden"]))
     data = rollout(actor, critic, (4, 5))
-    check_loss_module(PPOLoss(actor, critic), data, reaches={"loss_critic": ["policy", "critic"]})
+    loss = PPOLoss(actor, critic)
+    check_loss_module(loss, data, reaches={"loss_critic": ["policy", "critic"]})
+    shapes = {name: [tuple(p.shape) for p in group] for name, group in loss.parameter_groups().items()}
+    assert shapes == {"policy": [(4, 3), (4,), (2, 4), (2,)], "critic": [(1, 4), (1,)]}
     separate = PPOLoss(actor, critic, separate_losses=True)
     check_loss_module(separate, data, reaches={"loss_critic": ["critic"]})
     with pytest.raises(AssertionError, match=r"'loss_critic' reaches the groups \['critic'\] instead of"):

@@ -45,7 +45,7 @@ def check_gradients(loss: LossModule, tensordict: TensorDictBase, reaches: Mappi
         both = sorted(names.get(i, "an unregistered parameter") for i in ids[one] & ids[other])
         require(not both, loss, f"the parameter groups {one!r} and {other!r} share {both}; make them disjoint.")
     losses = losses_of(call(probe, tensordict))
-    leaves = {key: _reached(value) for key, value in losses.items()}
+    leaves = {key: leaves_behind(value) for key, value in losses.items()}
     _check_all_declared(loss, leaves, set().union(*ids.values()), names)
     unregistered = [group for group in ids if not ids[group] <= set(names)]
     require(
@@ -98,7 +98,7 @@ def _check_all_declared(
     )
 
 
-def _reached(value: Tensor) -> dict[int, Tensor]:
+def leaves_behind(value: Tensor) -> dict[int, Tensor]:
     """The leaves of the graph behind ``value``, by id. Parameters that the loss does not register are among them."""
     leaves, seen, pending = {}, set(), [value.grad_fn]
     while pending:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import Field, ValidationError
 
-from edenrl.config import EnvConfig, GRPOConfig, PPOConfig, RunConfig
+from edenrl.config import EnvConfig, GRPOConfig, RunConfig
 
 
 class Train(RunConfig):
@@ -13,27 +13,6 @@ class Train(RunConfig):
 
     algorithm: GRPOConfig = Field(default_factory=GRPOConfig)
     """GRPO."""
-
-
-def test_defaults_are_those_of_the_specification() -> None:
-    defaults = GRPOConfig().model_dump()
-    expected = dict(
-        name="GRPO",
-        epochs=10,
-        clip_epsilon=0.2,
-        entropy_coeff=0.0,
-        kl_coeff=0.02,
-        group_size=4,
-        eps=1e-8,
-        reset_before_rollout=True,
-        truncate_at_first_done=True,
-        gamma=0.99,
-    )
-    assert {name: defaults[name] for name in expected} == expected
-    # What GRPO shares with PPO has PPO's name and default, except for the passes over the data and the horizon.
-    ppo = PPOConfig().model_dump()
-    shared = (defaults.keys() & ppo.keys()) - expected.keys() - {"steps_per_env"}
-    assert len(shared) > 12 and {name: defaults[name] for name in shared} == {name: ppo[name] for name in shared}
 
 
 @pytest.mark.parametrize(

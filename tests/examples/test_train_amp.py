@@ -36,6 +36,10 @@ PPO = [
 ]
 TINY = [*PPO, "--algorithm.num_frames=2", "--algorithm.discriminator_hidden=8", "--algorithm.window_buffer_size=300"]
 FRAMES = 64
+# The robot has the groups and the number of frames of its preset.
+_WINDOWED = ("--env.name", "--algorithm.actor_g", "--algorithm.critic_g", "--algorithm.num_frames")
+ON_THE_QUADRUPED = [flag for flag in TINY if not flag.startswith(_WINDOWED)]
+ON_THE_QUADRUPED += ["--env.kwargs.episode_seconds=0.2", "--env.kwargs.num_threads=1", "--quiet"]
 
 train_amp, train_ppo = load_script("train_amp"), load_script("train_ppo")
 
@@ -113,11 +117,7 @@ def test_other_clips_are_refused_on_resume(tmp_path, clips, capsys):
 
 def test_a_run_without_a_file_leaves_its_trot_and_metrics(tmp_path):
     pytest.importorskip("mujoco")
-    flags = [
-        flag for flag in TINY if not flag.startswith(("--env.name", "--algorithm.actor_g", "--algorithm.critic_g"))
-    ]
-    flags = [flag for flag in flags if not flag.startswith("--algorithm.num_frames")]
-    flags += ["--env.kwargs.episode_seconds=0.2", "--env.kwargs.num_threads=1", "--quiet", "--export"]
+    flags = [*ON_THE_QUADRUPED, "--export"]
     train_amp.main([f"--run_dir={tmp_path / 'run'}", f"--total_frames={2 * FRAMES}", *flags])
     with np.load(tmp_path / "run" / "trot.npz") as data:
         assert int(data["num_motions"]) == 4 and data["motion_0"].std() > 0.1, "the trot, without standing"
@@ -242,11 +242,7 @@ def test_an_amp_run_evaluates_exports_and_loads_as_a_plain_policy(tmp_path, clip
 
 def test_a_collector_of_workers_feeds_it(tmp_path, clips, monkeypatch):
     pytest.importorskip("mujoco")
-    flags = [
-        flag for flag in TINY if not flag.startswith(("--env.name", "--algorithm.actor_g", "--algorithm.critic_g"))
-    ]
-    flags = [flag for flag in flags if not flag.startswith("--algorithm.num_frames")]
-    flags += ["--env.kwargs.episode_seconds=0.2", "--env.kwargs.num_threads=1", "--quiet", "--collector=multi_sync"]
+    flags = [*ON_THE_QUADRUPED, "--collector=multi_sync"]
     train_amp.main([f"--run_dir={tmp_path / 'run'}", f"--total_frames={FRAMES}", *flags])
     assert "style_reward" in rows(tmp_path / "run")[0]
 

@@ -37,6 +37,7 @@ from edenrl.modules import (
 )
 from edenrl.objectives import LinearRamp, make_loss, registered_losses
 from edenrl.testing import check_loss_module
+from edenrl.testing.gradients import leaves_behind
 
 spec = importlib.util.spec_from_file_location("depth_task", Path(__file__).parents[1] / "depth_task.py")
 assert spec is not None and spec.loader is not None
@@ -473,20 +474,6 @@ def assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], **t
         )
 
 
-def leaves(value: Tensor) -> set[int]:
-    """The tensors behind a result that get a gradient, by id: also those that no module holds."""
-    found, seen, pending = set(), set(), [value.grad_fn]
-    while pending:
-        node = pending.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            found.add(id(node.variable))
-        pending += [parent for parent, _ in node.next_functions]
-    return found
-
-
 # What holds -----------------------------------------------------------------------------------------------------------
 
 
@@ -569,7 +556,7 @@ def test_parameter_groups_hold_what_gets_a_gradient(name: str) -> None:
     members = [p for group in loss.parameter_groups().values() for p in group]
     assert len({id(p) for p in members}) == len(members) > 0
     assert {id(p) for p in members} <= {id(p) for p in loss.parameters()}
-    reached = {key: leaves(value) for key, value in losses(run(loss, batch)).items()}
+    reached = {key: set(leaves_behind(value)) for key, value in losses(run(loss, batch)).items()}
     assert set().union(*reached.values()) == {id(p) for p in members}
     for key, found in reached.items():
         assert {group for group, ids in groups.items() if ids & found} == set(CASES[name].gives[key] or ()), key

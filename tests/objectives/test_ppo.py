@@ -229,22 +229,6 @@ def test_without_critic():
         assert set(loss.parameter_groups()) == {"policy"}
 
 
-def test_shared_trunk_belongs_to_the_policy():
-    from tensordict.nn import TensorDictSequential
-
-    trunk = TensorDictModule(nn.Linear(3, 4), in_keys=["observation"], out_keys=["hidden"])
-    actor = ProbabilisticActor(
-        TensorDictSequential(trunk, TensorDictModule(nn.Linear(4, 2), in_keys=["hidden"], out_keys=["logits"])),
-        in_keys=["logits"],
-        distribution_class=torch.distributions.Categorical,
-        return_log_prob=True,
-    )
-    critic = TensorDictSequential(trunk, ValueOperator(nn.Linear(4, 1), in_keys=["hidden"]))
-    groups = PPOLoss(actor, critic).parameter_groups()
-    assert [tuple(p.shape) for p in groups["policy"]] == [(4, 3), (4,), (2, 4), (2,)]
-    assert [tuple(p.shape) for p in groups["critic"]] == [(1, 4), (1,)]
-
-
 def test_several_advantages_per_sample_are_refused():
     actor, critic = gaussian_actor({"observation": 3}, 2), value_critic({"observation": 3})
     td = rollout(actor, critic)
