@@ -34,8 +34,8 @@ def parse(argv):
         return parse_cli(Train, argv, presets=presets.DISTILLATION)
     folder = Path(argv.pop(0)).expanduser().resolve()
     teacher = load_run(folder)[1]
-    flags = [f"--env.name={teacher.env.name}", *teacher_flags(teacher, folder), *argv]
-    return parse_cli(Train, flags, presets={teacher.env.name: distillation_preset(teacher)})
+    presets_of_teacher = {teacher.env.name: distillation_preset(teacher)}
+    return parse_cli(Train, [*teacher_flags(teacher, folder), *argv], presets=presets_of_teacher)
 
 
 def make_teacher(cfg, env):
@@ -47,36 +47,26 @@ def make_teacher(cfg, env):
 
 def make_policy(cfg, env):
     """An untrained student; evaluation rebuilds it from a run's config.json with this."""
-    teacher, algo, spec = rma_composition(make_teacher(cfg, env)), cfg.algorithm, env.observation_spec
-    published = sorted(spec.keys())
-    if teacher.flat is not None or "depth" not in published:
-        raise ValueError(
-            f"A depth student reads prop, its history and depth as groups; {cfg.env.name} has {published}."
-        )
-    prop, image = teacher.actor.widths["prop"], spec["depth"].shape[-2:]
-    encoder = DepthEncoder(prop, image=image, latent=algo.teacher["scan_hidden"][-1], hidden=algo.depth_hidden)
-    keys = {name: teacher.keys[name] for name in ("prop", "history")}
+    teacher, algo = rma_composition(make_teacher(cfg, env)), cfg.algorithm
+    keys, image = algo.groups_and_image(teacher, env.observation_spec)
+    encoder = DepthEncoder(teacher.actor.widths["prop"], image=image, **algo.encoder_options())
     return DepthPolicy(DepthStudent(teacher.actor, encoder), keys, update_interval=algo.update_interval)
 
 
 def main(argv=None):
     cfg = parse(argv)
     algo = cfg.algorithm
-    if not algo.teacher:
-        raise ValueError(
-            "No teacher was given. Start with distill_rma.py TEACHER_RUN, a run directory of train_rma.py."
-        )
+    algo.require_teacher()
     with Run(cfg) as run:  # seeds, device, run directory, checkpoints, evaluation, Ctrl-C
         env = run.env()
         teacher, policy = run.keep(teacher=make_teacher(cfg, env), policy=make_policy(cfg, env))
         student = policy.module
         loss = DepthDistillationLoss(student)
-        # Only the student's actor is clipped, not its encoder.
-        step = run.gradient_step(loss, max_grad_norm={"student_actor": algo.max_grad_norm})
-        pretrain = dict(num_pretrain_iters=algo.num_pretrain_iters)
-        collector = DepthDistillationCollector(run.training_env(env), teacher, policy, algo.steps_per_env, **pretrain)
+        step = run.gradient_step(loss, max_grad_norm={"student_actor": algo.max_grad_norm})  # the encoder is not clipped
+        collector = DepthDistillationCollector(
+            run.training_env(env), teacher, policy, algo.steps_per_env, num_pretrain_iters=algo.num_pretrain_iters
+        )
         run.keep(collector=collector)
-
         if run.is_new:  # the checkpoints of a distillation hold the teacher
             load_policy_weights(teacher, algo.teacher_run, algo.teacher_checkpoint)
             student.actor.load_state_dict(rma_composition(teacher).actor.state_dict())

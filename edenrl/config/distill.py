@@ -14,7 +14,7 @@ from edenrl.config.run import Folder
 
 
 def teacher_flags(teacher: Any, folder: Path) -> list[str]:
-    """The flags that name a teacher's run and hand its networks to a distillation.
+    """The flags with which a distillation takes the environment and the networks of a teacher's run.
 
     Args:
         teacher: the configuration of the teacher's run.
@@ -26,7 +26,7 @@ def teacher_flags(teacher: Any, folder: Path) -> list[str]:
     if not isinstance(teacher.algorithm, RMAConfig):
         raise ValueError(f"{folder} is a run of {teacher.algorithm.name}; expected one of train_rma.py.")
     networks = teacher.algorithm.model_dump_json()
-    return [f"--algorithm.teacher_run={folder}", f"--algorithm.teacher={networks}"]
+    return [f"--env.name={teacher.env.name}", f"--algorithm.teacher_run={folder}", f"--algorithm.teacher={networks}"]
 
 
 def distillation_preset(teacher: Any) -> dict[str, Any]:
@@ -103,6 +103,39 @@ class DepthDistillationConfig(Config):
     def schedule_options(self) -> dict[str, float]:
         """Options of ``edenrl.optim.make_lr_schedule`` for ``lr_schedule``."""
         return {} if self.lr_schedule == "constant" else {"final_fraction": self.final_lr_fraction}
+
+    def encoder_options(self) -> dict[str, int]:
+        """Options of ``DepthEncoder``. Its output takes the place of the teacher's scan latent."""
+        return {"latent": self.teacher["scan_hidden"][-1], "hidden": self.depth_hidden}
+
+    def require_teacher(self) -> None:
+        """Refuses a distillation that was started without a teacher.
+
+        Raises:
+            ValueError: for an empty ``teacher``.
+        """
+        if not self.teacher:
+            raise ValueError(
+                "No teacher was given. Start with distill_rma.py TEACHER_RUN, a run directory of train_rma.py."
+            )
+
+    def groups_and_image(self, teacher: Any, specs: Any) -> tuple[dict[str, Any], tuple[int, ...]]:
+        """What the student reads: the groups of ``prop`` and ``history`` by part, and the size of a depth image.
+
+        Args:
+            teacher: composition of the teacher's policy, from ``rma_composition``.
+            specs: observation spec of the environment.
+
+        Raises:
+            ValueError: if the parts are not groups of their own, or if there is no group "depth".
+        """
+        published = sorted(specs.keys())
+        if teacher.flat is not None or "depth" not in published:
+            raise ValueError(
+                f"A depth student reads prop, its history and depth as groups; this environment has {published}."
+            )
+        keys = {name: teacher.keys[name] for name in ("prop", "history")}
+        return keys, tuple(specs["depth"].shape[-2:])
 
     @model_validator(mode="after")
     def _check_steps(self) -> DepthDistillationConfig:
