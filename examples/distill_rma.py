@@ -62,7 +62,7 @@ def main(argv=None):
         teacher, policy = run.keep(teacher=make_teacher(cfg, env), policy=make_policy(cfg, env))
         student = policy.module
         loss = DepthDistillationLoss(student)
-        step = run.gradient_step(loss, max_grad_norm={"student_actor": algo.max_grad_norm})  # the encoder is not clipped
+        step = run.gradient_step(loss, max_grad_norm={"student_actor": algo.max_grad_norm})  # not the encoder
         collector = DepthDistillationCollector(
             run.training_env(env), teacher, policy, algo.steps_per_env, num_pretrain_iters=algo.num_pretrain_iters
         )
