@@ -16,6 +16,7 @@ from torchrl.data import Composite, TensorSpec, Unbounded
 from torchrl.envs.libs.gym import GymWrapper
 
 from edenrl.envs.groups import SameStateGroups
+from edenrl.envs.gym_observation import GymObservation
 from edenrl.envs.gym_state import VECTOR_STATE, OpaqueStateError, decode, encode, load_env, save_env
 
 __all__ = ["GymVectorEnv"]
@@ -26,11 +27,15 @@ _logger = logging.getLogger(__name__)
 class GymVectorEnv(SameStateGroups, GymWrapper):
     """TorchRL's ``GymWrapper`` over a Gymnasium vector environment that leaves resets to TorchRL.
 
-    What it adds: floating-point entries are float32; every tensor is a copy (Gymnasium may reuse its arrays); step
-    infos are not read, which saves time; categorical actions are integers ``[N]``; the first step checks the flags the
-    environment returns; and ``state_dict()`` holds the runtime state, so a run continues bit for bit.
+    What it adds: every tensor is a copy (Gymnasium may reuse its arrays); step infos are not read, which saves time;
+    categorical actions are integers ``[N]``; the first step checks the flags the environment returns; and
+    ``state_dict()`` holds the runtime state, so a run continues bit for bit.
 
-    Keys, for ``N`` environments: ``observation`` ``[N, d]``, or one root key per entry of a ``Dict`` observation space;
+    Observations become groups, root keys that networks can read: ``observation`` ``[N, d]``, or one for each entry of a
+    ``Dict`` space. A nested entry is named by its path, such as ``robot.q``. Vectors are float32, of integers too.
+    ``Discrete`` and ``MultiDiscrete`` are one-hot. Images keep shape and type.
+
+    Other keys, for ``N`` environments:
     ``action`` ``[N, a]``, or ``[N]`` when discrete; ``("next", "reward")``, ``("next", "done")``,
     ``("next", "terminated")``, ``("next", "truncated")`` ``[N, 1]``. ``("next", ...)`` at the end of an episode is its
     true last observation; ``step_and_maybe_reset`` and collectors then reset just those rows.
@@ -52,7 +57,7 @@ class GymVectorEnv(SameStateGroups, GymWrapper):
 
     Raises:
         TypeError: ``env`` is not a Gymnasium vector environment.
-        ValueError: one of its spaces is not supported, or ``env`` resets itself.
+        ValueError: one of its spaces is not supported, a group has a name that is taken, or ``env`` resets itself.
 
     Examples:
         >>> import gymnasium
@@ -84,8 +89,8 @@ class GymVectorEnv(SameStateGroups, GymWrapper):
                 "environment that resets itself hides the last observation of its episodes. Build it with "
                 "autoreset_mode=AutoresetMode.DISABLED."
             )
-        _check_space("observation", env.single_observation_space, allow_dict=True)
-        _check_space("action", env.single_action_space, allow_dict=False)
+        _check_action_space(env.single_action_space)
+        self._observations = GymObservation(env)
         super().__init__(
             env, categorical_action_encoding=True, device=torch.device("cpu" if device is None else device), **kwargs
         )
@@ -94,11 +99,7 @@ class GymVectorEnv(SameStateGroups, GymWrapper):
 
     def _make_specs(self, env: VectorEnv, batch_size: torch.Size | None = None) -> None:
         super()._make_specs(env, batch_size)
-        observation_spec = self.observation_spec.clone()
-        for key, leaf in list(observation_spec.items(True, True)):
-            if leaf.dtype == torch.float64:
-                observation_spec[key] = leaf.to(torch.float32)
-        self.observation_spec = observation_spec
+        self.observation_spec = self._observations.spec(self.device)
         if self.action_spec.dtype == torch.float64:
             self.action_spec = self.action_spec.to(torch.float32)
         self.reward_spec = Unbounded((*self.batch_size, 1), device=self.device, dtype=torch.float32)
@@ -116,7 +117,7 @@ class GymVectorEnv(SameStateGroups, GymWrapper):
             seeds = self._group_seeds.integers(2**31, size=self.batch_size.numel() // self.group_size)
             kwargs["seed"] = seeds.repeat(self.group_size).tolist()
         observation, _ = self._env.reset(**kwargs)
-        return self._pack(self._read(observation))
+        return self._pack(self._observations.read(observation))
 
     def _step(self, tensordict: TensorDictBase) -> TensorDict:
         action = tensordict.get(self.action_key).detach().cpu().numpy()
@@ -125,19 +126,12 @@ class GymVectorEnv(SameStateGroups, GymWrapper):
             self._check_flag("terminated", terminated)
             self._check_flag("truncated", truncated)
             self._flags_checked = True
-        out = self._read(observation)
+        out = self._observations.read(observation)
         out["reward"] = torch.tensor(reward, dtype=torch.float32).unsqueeze(-1)
         out["terminated"] = torch.tensor(terminated).unsqueeze(-1)
         out["truncated"] = torch.tensor(truncated).unsqueeze(-1)
         out["done"] = out["terminated"] | out["truncated"]
         return self._pack(out)
-
-    def _read(self, observation: Any) -> dict[str, Any]:
-        """Copy observation arrays into tensors of the spec's type and shape."""
-        if not isinstance(observation, Mapping):
-            key, leaf = next(iter(self.observation_spec.items()))
-            return {key: torch.tensor(observation, dtype=leaf.dtype).reshape(leaf.shape)}
-        return _read_dict(observation, self.observation_spec)
 
     def _pack(self, entries: dict[str, Any]) -> TensorDict:
         return TensorDict(entries, batch_size=self.batch_size, device=self.device)
@@ -240,28 +234,11 @@ def _mujoco_contract(env: Any) -> dict[str, Any]:
     }
 
 
-def _check_space(role: str, space: spaces.Space, *, allow_dict: bool) -> None:
-    if allow_dict and isinstance(space, spaces.Dict):
-        for name, entry in space.spaces.items():
-            _check_space(f"{role} {name!r}", entry, allow_dict=True)
-        return
+def _check_action_space(space: spaces.Space) -> None:
     if not isinstance(space, (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)):
-        expected = "Box, Discrete, MultiDiscrete, MultiBinary" + (" or Dict of these" if allow_dict else "")
         raise ValueError(
-            f"The {role} space is {space}; expected {expected}. Convert it with a gymnasium wrapper first, for example "
-            "FlattenObservation."
+            f"The action space is {space}; expected Box, Discrete, MultiDiscrete or MultiBinary. Convert it with "
+            "gymnasium.wrappers.TransformAction first."
         )
     if isinstance(space, spaces.Discrete) and space.start != 0:
-        raise ValueError(f"The {role} space {space} starts at {space.start}; expected one that starts at 0.")
-
-
-def _read_dict(observation: Mapping[str, Any], spec: Composite) -> dict[str, Any]:
-    out: dict[str, Any] = {}
-    for key, leaf in spec.items():
-        # TorchRL calls a lone "state" entry "observation".
-        value = observation[key] if key in observation else observation["state"]
-        if isinstance(leaf, Composite):
-            out[key] = TensorDict(_read_dict(value, leaf), batch_size=leaf.shape)
-        else:
-            out[key] = torch.tensor(value, dtype=leaf.dtype).reshape(leaf.shape)
-    return out
+        raise ValueError(f"The action space {space} starts at {space.start}; expected one that starts at 0.")

@@ -10,6 +10,7 @@ from gymnasium import spaces
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
+from edenrl.envs.observations import as_groups, leaf_spaces
 from edenrl.envs.self_resetting import InnerStep, SelfResettingEnv, action_spec_of
 
 __all__ = ["DifferentiableVecEnv", "LearningEnvAdapter", "LearningVecEnv", "Observation"]
@@ -59,7 +60,8 @@ class LearningEnvAdapter(SelfResettingEnv):
     the row's episode, and a row that was reset carries no gradient into the episode before, as long as the inner
     environment does so.
 
-    Keys, for ``N`` environments: ``observation`` ``[N, *]``, or one root key per entry of a dictionary of observations;
+    Keys, for ``N`` environments: ``observation`` ``[N, *]``, or one root key per entry of a dictionary of observations
+    (a nested entry is named by its path, such as ``robot.q``; vectors of integers become float32);
     ``action``, bounded as ``single_action_space`` is; ``("next", "reward")`` ``[N, 1]`` and the three done flags;
     ``("next", "final_obs_missing")`` ``[N, 1]``; ``("next", "metrics", name)`` ``[N, 1]`` for ``info["success"]`` and
     the entries of ``info["metrics"]``, per environment or one number for all. ``info["final_observation"]`` or
@@ -192,13 +194,15 @@ def _groups(observation: Any, num_envs: int, name: str) -> TensorDict:
             f"{name} returned an observation of type {type(observation).__name__}; expected a tensor, a TensorDict or "
             "a dict of tensors."
         )
-    return TensorDict(dict(observation.items()), batch_size=[num_envs])
+    return TensorDict(as_groups(name, observation), batch_size=[num_envs])
 
 
 def _check_space(space: spaces.Space, groups: TensorDict, name: str) -> None:
     """The declared space and the first observation must agree: networks are built from one, fed with the other."""
-    declared = space.spaces if isinstance(space, spaces.Dict) else {"observation": space}
-    expected = {key: tuple(entry.shape or ()) for key, entry in declared.items() if not isinstance(entry, spaces.Dict)}
-    found = {key: tuple(leaf.shape[1:]) for key, leaf in groups.items() if isinstance(leaf, Tensor)}
+    declared = {"observation": space}
+    if isinstance(space, spaces.Dict):
+        declared = {key: leaf for key, (_, leaf) in leaf_spaces(name, space).items()}
+    expected = {key: tuple(leaf.shape or ()) for key, leaf in declared.items()}
+    found = {key: tuple(leaf.shape[1:]) for key, leaf in groups.items()}
     if found != expected:
         raise ValueError(f"{name} declares observations of shape {expected} for each environment, but gave {found}.")

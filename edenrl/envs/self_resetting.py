@@ -17,23 +17,11 @@ from torch import Tensor
 from torchrl.data import Binary, Bounded, Composite, TensorSpec, Unbounded
 from torchrl.envs import EnvBase
 
+from edenrl.envs.observations import check_group_names
+
 __all__ = ["InnerStep", "SelfResettingEnv", "action_spec_of", "find_time_limit", "where_rows"]
 
 _log = logging.getLogger("edenrl")
-# What TorchRL, wrap_env and this class write beside the groups.
-_RESERVED = (
-    "action",
-    "reward",
-    "done",
-    "terminated",
-    "truncated",
-    "next",
-    "step_count",
-    "episode_reward",
-    "metrics",
-    "reward_groups",
-    "final_obs_missing",
-)
 
 
 @functools.cache
@@ -136,12 +124,8 @@ class SelfResettingEnv(EnvBase):
         # Past nn.Module: an inner module must not become part of the adapter's state_dict.
         object.__setattr__(self, "inner", inner)
         self.is_closed = False
-        if clash := sorted(set(observation.keys()) & set(_RESERVED)):
-            raise ValueError(
-                f"{self._name} has observation groups named {clash}; these names are taken. Rename the groups."
-            )
+        check_group_names(self._name, observation.keys())
         self._shapes = {key: tuple(leaf.shape) for key, leaf in observation.items(True, True)}
-        self._groups = list(observation.keys())
         if wrong := {key: shape for key, shape in self._shapes.items() if shape[:1] != (num_envs,) or len(shape) < 2}:
             raise ValueError(
                 f"{self._name} has observations of shape {wrong}; expected [{num_envs}, ...], one row per environment."
@@ -177,16 +161,8 @@ class SelfResettingEnv(EnvBase):
         def flag() -> Binary:
             return Binary(1, shape=(*shape, 1), device=device, dtype=torch.bool)
 
-        def spec_of(data: TensorDictBase) -> Composite:
-            leaves = {
-                key: spec_of(value)
-                if isinstance(value, TensorDictBase)
-                else Unbounded(value.shape, device=device, dtype=value.dtype)
-                for key, value in data.items()
-            }
-            return Composite(leaves, shape=shape, device=device)
-
-        self.observation_spec = spec_of(observation)
+        groups = {key: Unbounded(value.shape, device=device, dtype=value.dtype) for key, value in observation.items()}
+        self.observation_spec = Composite(groups, shape=shape, device=device)
         for name, keys in (("metrics", self._metrics), ("reward_groups", self._reward_groups)):
             if keys:
                 self.observation_spec[name] = Composite({key: column() for key in keys}, shape=shape, device=device)

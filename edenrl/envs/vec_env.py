@@ -14,6 +14,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 from torchrl.data import TensorSpec, Unbounded
 
+from edenrl.envs.observations import as_groups
 from edenrl.envs.self_resetting import InnerStep, SelfResettingEnv, action_spec_of
 
 __all__ = ["REWARD_GROUPS", "VecEnvAdapter"]
@@ -31,7 +32,8 @@ class VecEnvAdapter(SelfResettingEnv):
 
     Observations are groups ``[N, *]``, one root key each: a TensorDict or dict of groups; a lone tensor, which is the
     group ``policy``; or, as older versions do, a tensor with further groups in ``extras["observations"]``, or a tensor
-    with a second one for the ``critic`` (``step`` then returns five values). All forms give the same groups.
+    with a second one for the ``critic`` (``step`` then returns five values). All forms give the same groups. A nested
+    entry is a group named by its path, such as ``robot.q``; vectors of integers become float32.
 
     ``extras["time_outs"]`` (all flags ``[N]`` or ``[N, 1]``, of any dtype) makes a done row ``truncated``, every other
     done row is ``terminated``. ``extras["final_observations"]``, ``["final_obs"]`` or ``["time_outs_obs"]``, in any of
@@ -247,9 +249,8 @@ def _groups(observation: Any, num_envs: int, name: str) -> TensorDict:
             f"{name} returned observations of type {type(observation).__name__}; expected a TensorDict or dict of "
             "groups, a tensor, or a tensor with a dict of further groups."
         )
-    if wrong := {key: type(value).__name__ for key, value in groups.items() if not _is_group(value)}:
-        raise TypeError(f"{name} returned observation groups {wrong}; expected tensors, or dicts of tensors.")
-    shapes = {key: tuple(value.shape) for key, value in groups.items() if isinstance(value, Tensor)}
+    groups = as_groups(name, groups)
+    shapes = {key: tuple(value.shape) for key, value in groups.items()}
     if short := {key: shape for key, shape in shapes.items() if shape[:1] != (num_envs,)}:
         raise ValueError(
             f"{name} returned observations of shape {short}; expected [{num_envs}, ...], one row per environment."
@@ -264,9 +265,3 @@ def _wide(entries: Mapping[str, Any] | TensorDictBase, num_envs: int) -> dict[st
         for key, value in entries.items()
         if isinstance(value, Tensor) and value.dim() > 1 and value.shape[0] == num_envs
     }
-
-
-def _is_group(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return all(map(_is_group, value.values()))
-    return isinstance(value, (Tensor, TensorDictBase))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +25,8 @@ __all__ = [
 ]
 
 _DISCRETE = (Categorical, OneHot, Binary, MultiCategorical, MultiOneHot)
+# What environments publish for the log and for losses, not for a policy.
+_NOT_OBSERVED = ("metrics", "reward_groups")
 
 
 def observation_groups(spec: Composite, names: Sequence[str] | None = None) -> dict[str, int]:
@@ -34,7 +37,7 @@ def observation_groups(spec: Composite, names: Sequence[str] | None = None) -> d
     Args:
         spec: the observation spec of the environment without book-keeping transforms.
         names: the groups wanted, in order; ``None`` takes every floating-point vector, in the environment's order, and
-            leaves images and integers out.
+            warns about what it leaves out: images, integers, nested entries.
 
     Raises:
         ValueError: if a named group is missing or is not a vector, listing what the environment publishes.
@@ -52,11 +55,21 @@ def observation_groups(spec: Composite, names: Sequence[str] | None = None) -> d
         if not isinstance(leaf, Composite) and leaf.dtype.is_floating_point and len(leaf.shape) == batch_dims + 1
     }
     wanted = list(vectors) if names is None else list(names)
+    others = {
+        key if isinstance(key, str) else ".".join(key): f"{leaf.dtype} {tuple(leaf.shape[batch_dims:])}"
+        for key, leaf in spec.items(True, True)
+        if key not in vectors and leaf.dtype != torch.bool and (isinstance(key, str) or key[0] not in _NOT_OBSERVED)
+    }
     if not wanted:
-        others = {name: f"{leaf.dtype} {tuple(leaf.shape[batch_dims:])}" for name, leaf in spec.items()}
         raise ValueError(
             f"No observation group to read: none of {others} is a floating-point vector. Convert them at the "
             "environment, for example with TorchRL's OneHot, FlattenObservation or ToTensorImage transforms."
+        )
+    if names is None and others:
+        warnings.warn(
+            f"The networks read the observation groups {vectors}. They do not read {others}: only floating-point "
+            "vectors at the root are read. Convert the others at the environment, or write a network that reads them.",
+            stacklevel=2,
         )
     for name in wanted:
         if name not in vectors:

@@ -199,5 +199,5 @@ def test_refusals() -> None:
         GymVectorEnv(SyncVectorEnv([Opaque]))
     with pytest.raises(TypeError, match="make_gym_env"):
         GymVectorEnv(gymnasium.make("CartPole-v1"))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="observation space is Tuple"):
+    with pytest.raises(ValueError, match="observation 'observation' is Tuple"):
         make_gym_env("Blackjack-v1", 1)
