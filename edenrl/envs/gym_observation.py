@@ -39,7 +39,7 @@ class GymObservation:
     Examples:
         >>> import gymnasium
         >>> env = gymnasium.make_vec("FrozenLake-v1", 2, vectorization_mode="sync")
-        >>> GymObservation(env).read(env.reset(seed=0)[0])["observation"].shape
+        >>> GymObservation(env).read(env.reset(seed=0)[0], 2)["observation"].shape
         torch.Size([2, 16])
     """
 
@@ -66,9 +66,14 @@ class GymObservation:
         leaves = {name: entry.spec(self._num_envs, device) for name, entry in self._entries.items()}
         return Composite(leaves, shape=[self._num_envs], device=device)
 
-    def read(self, observation: Any) -> dict[str, Tensor]:
-        """Copies of the groups in the observation of a whole vector, on the CPU."""
-        return {name: entry.read(observation, self._num_envs) for name, entry in self._entries.items()}
+    def read(self, observation: Any, rows: int) -> dict[str, Tensor]:
+        """Copies of the groups ``[rows, *]`` in an observation, on the CPU.
+
+        Args:
+            observation: what the vector returned, or the observation of one of its environments.
+            rows: the number of environments, or 1.
+        """
+        return {name: entry.read(observation, rows) for name, entry in self._entries.items()}
 
 
 @dataclass
@@ -100,15 +105,15 @@ class _Entry:
         bounds = (torch.tensor(bound, dtype=self._dtype, device=device).reshape(shape) for bound in (low, high))
         return Bounded(*bounds, shape, device=device, dtype=self._dtype)
 
-    def read(self, observation: Any, num_envs: int) -> Tensor:
+    def read(self, observation: Any, rows: int) -> Tensor:
         for key in self.path:
             observation = observation[key]
         if isinstance(self.space, (spaces.Discrete, spaces.MultiDiscrete)):
-            numbers = torch.tensor(observation, dtype=torch.int64).reshape(num_envs, -1)
+            numbers = torch.tensor(observation, dtype=torch.int64).reshape(rows, -1)
             numbers = numbers - torch.tensor(np.atleast_1d(self.space.start).ravel())
             blocks = [one_hot(number, count) for number, count in zip(numbers.unbind(1), self._counts, strict=True)]
             return torch.cat(blocks, 1).to(torch.float32)
-        return torch.tensor(observation, dtype=self._dtype).reshape(num_envs, *(self.space.shape or (1,)))
+        return torch.tensor(observation, dtype=self._dtype).reshape(rows, *(self.space.shape or (1,)))
 
     @property
     def _counts(self) -> list[int]:

@@ -16,6 +16,7 @@ import torch
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
 from edenrl.envs.gym import GymVectorEnv
+from edenrl.envs.seeds import chosen_seed
 
 __all__ = ["make_gym_env"]
 
@@ -39,8 +40,8 @@ def make_gym_env(
         vectorization: ``"sync"`` steps them in this process, which is fastest for cheap environments and can be resumed
             exactly; ``"async"`` gives each its own process. Default ``"sync"``.
         device: Device of the returned tensors. Default: CPU.
-        seed: Seed of the first copy; copy ``i`` gets ``seed + i``. Default: drawn from torch's global generator, so
-            that ``torch.manual_seed`` makes a run repeatable.
+        seed: Seed from which every copy gets its own, see ``edenrl.envs.spawn_seeds``. Default: drawn from torch's
+            global generator, so that ``torch.manual_seed`` makes a run repeatable.
         env_kwargs: Passed to ``gymnasium.make``.
 
     Returns:
@@ -73,7 +74,7 @@ def make_gym_env(
     else:
         vector = AsyncVectorEnv(copies, copy=False, autoreset_mode=AutoresetMode.DISABLED)
     env = GymVectorEnv(vector, device=device)
-    env.set_seed(int(torch.randint(2**31 - 1, ()).item()) if seed is None else seed)
+    env.set_seed(chosen_seed(seed))
     return env
 
 
