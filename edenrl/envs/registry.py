@@ -166,12 +166,19 @@ def _call(
 
 
 def _makes_one_environment(factory: EnvFactory) -> bool:
-    """Whether it is a Gymnasium class, or a function that takes nothing of what a factory of this library is given."""
+    """Whether it is a Gymnasium class, or a function that does not ask for what a factory of this library is given."""
     if isinstance(factory, type):
         return issubclass(factory, gymnasium.Env)
-    parameters = inspect.signature(factory).parameters.values()
-    given = {parameter.name for parameter in parameters} & {"num_envs", "device", "seed"}
-    return not given and not any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters)
+    parameters = list(inspect.signature(factory).parameters.values())
+    if {"num_envs", "device", "seed"} & {parameter.name for parameter in parameters}:
+        return False
+    kinds = {parameter.kind for parameter in parameters}
+    if inspect.Parameter.VAR_POSITIONAL in kinds:
+        return False
+    # `def reacher(n, **kwargs)` asks for a number, and takes device and seed; `def reacher(width=2, **kwargs)` does not.
+    first = parameters[0] if parameters else None
+    asks = first is not None and first.kind is first.POSITIONAL_OR_KEYWORD and first.default is first.empty
+    return not (asks and inspect.Parameter.VAR_KEYWORD in kinds)
 
 
 def _make_gymnasium(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torchrl.data import Categorical
 from torchrl.envs.utils import RandomPolicy, check_env_specs
 
 from edenrl.envs import GymVectorEnv, make_gym_env, spawn_seeds, wrap_env
+from edenrl.modules import make_actor, observation_groups
 
 needs_mujoco = pytest.mark.skipif(importlib.util.find_spec("mujoco") is None, reason="needs mujoco")
 MUJOCO = [pytest.param(name, marks=needs_mujoco) for name in ("HalfCheetah-v5", "InvertedPendulum-v5", "Ant-v5")]
@@ -307,6 +309,41 @@ def test_device_and_seed_are_taken_by_the_constructor() -> None:
     assert built.device == torch.device("cpu")
     first = built.reset()["observation"]
     assert torch.equal(first, later.reset()["observation"]) and torch.equal(first, made.reset()["observation"])
+
+
+@pytest.mark.parametrize(
+    ("space", "shape"),
+    [
+        (spaces.MultiDiscrete([2, 3]), (2, 3)),
+        (spaces.MultiDiscrete([4, 4, 4]), (4, 4, 4)),
+        (spaces.MultiBinary(2), (2, 2)),
+    ],
+)
+def test_several_discrete_actions_become_one_as_the_error_says(space: spaces.Space, shape: tuple[int, ...]) -> None:
+    class Several(Countdown):
+        action_space = space
+        observation_space = spaces.Box(-9, 9, (len(shape),))
+
+        def observe(self) -> Any:
+            return np.zeros(len(shape), np.float32)
+
+        def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+            assert self.action_space.contains(np.asarray(action, self.action_space.dtype))
+            return np.asarray(action, np.float32), 0.0, False, False, {}
+
+    def one() -> gymnasium.Env:
+        def decode(action: Any) -> Any:
+            return np.stack(np.unravel_index(action, shape))
+
+        return gymnasium.wrappers.TransformAction(Several(), decode, spaces.Discrete(math.prod(shape)))
+
+    with pytest.raises(ValueError, match="TransformAction"):
+        make_actor({"observation": len(shape)}, make_gym_env(Several, 2).action_spec_unbatched)
+    env = make_gym_env(one, 2, seed=0)
+    actor = make_actor(observation_groups(env.observation_spec), env.action_spec_unbatched, hidden=(8,))
+    data = wrap_env(env).rollout(50, actor)
+    expected = torch.stack(torch.unravel_index(data["action"], shape), -1).float()
+    assert torch.equal(data["next", "observation"], expected)
 
 
 def test_inexact_state_says_so() -> None:

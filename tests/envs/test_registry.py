@@ -227,6 +227,18 @@ def test_gymnasium_environments_in_the_users_own_module(
     assert torch.equal(starts[0], starts[1]) and not torch.equal(starts[0], starts[2])
 
 
+def test_what_takes_a_number_of_environments_is_called_with_it() -> None:
+    def counted(n: int, **kwargs: object) -> EnvBase:
+        return PointMass(n, **kwargs)  # type: ignore[arg-type]
+
+    def listed(*args: int, **kwargs: object) -> EnvBase:
+        return PointMass(*args, **kwargs)  # type: ignore[arg-type]
+
+    for factory in (counted, listed, lambda n, device, seed: PointMass(n, seed=seed)):
+        register_env("Counted", factory, override=True)
+        assert make_env("Counted", 3).batch_size == (3,)
+
+
 def test_registered_gymnasium_classes_and_factories_are_built_too(in_folder: Path) -> None:
     make_env("my_slide:Slide", 1)
     module = sys.modules["my_slide"]
