@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
@@ -72,8 +73,9 @@ class LearningEnvAdapter(SelfResettingEnv):
     Args:
         env: the inner environment.
         seed: passed to the first ``env.reset``, which happens here. Default: the environment's choice.
-        metric_keys: names to report, ``"success"`` and those in ``info["metrics"]``; default: those in the info of the
-            first reset. TorchRL needs them before the first step.
+        metric_keys: names of metrics that the specs declare, ``"success"`` and those in ``info["metrics"]``; default:
+            those in the info of the first reset. Others are reported, too, but TorchRL's own collectors drop them, and
+            so do the workers of ``edenrl.collectors.make_collector``: list them here for those.
 
     Raises:
         TypeError: ``env`` lacks part of the protocol, or its actions are not a floating-point box.
@@ -129,17 +131,8 @@ class LearningEnvAdapter(SelfResettingEnv):
         observation, reward, terminated, truncated, info = self.inner.step(action)
         terminated = self._flags("terminated", terminated)
         final = next((info[name] for name in _FINAL if info.get(name) is not None), None)
-        metrics = _metrics_of(info)
-        if unknown := [name for name in metrics if name not in self._metrics]:
-            self._say(
-                "metrics",
-                f"{self._name} reports {unknown}, which the info of its first reset did not hold. Pass "
-                "LearningEnvAdapter(env, metric_keys=[...]) to see them.",
-            )
-        for name in self._metrics:
-            if name in metrics:
-                value = torch.as_tensor(metrics[name], dtype=self._float, device=self.device).detach()
-                self._metrics[name] = value if value.dim() == 0 else self._columns(f"info metric {name!r}", value)
+        for name, value in _metrics_of(info).items():
+            self._take(name, value)
         return InnerStep(
             observation=self._check_groups(_groups(observation, self.num_envs, self._name), "step"),
             reward=self._columns("reward", reward),
@@ -148,6 +141,12 @@ class LearningEnvAdapter(SelfResettingEnv):
             truncated=self._flags("truncated", truncated),
             final=None if final is None else self._check_groups(_groups(final, self.num_envs, self._name), "final"),
         )
+
+    def _take(self, name: str, value: Any) -> None:
+        if name not in self._metrics and not isinstance(value, (Tensor, Real)):
+            return  # nobody asked for it, and it is no number
+        number = torch.as_tensor(value, dtype=self._float, device=self.device)
+        self._report(name, number if number.dim() == 0 else self._columns(f"info metric {name!r}", number))
 
     def _inner_reset(self, rows: Tensor | None) -> TensorDict:
         if rows is not None:

@@ -175,7 +175,7 @@ def _makes_one_environment(factory: EnvFactory) -> bool:
     kinds = {parameter.kind for parameter in parameters}
     if inspect.Parameter.VAR_POSITIONAL in kinds:
         return False
-    # `def reacher(n, **kwargs)` asks for a number, and takes device and seed; `def reacher(width=2, **kwargs)` does not.
+    # `def reacher(n, **kwargs)` asks for a number; `def reacher(width=2, **kwargs)` does not.
     first = parameters[0] if parameters else None
     asks = first is not None and first.kind is first.POSITIONAL_OR_KEYWORD and first.default is first.empty
     return not (asks and inspect.Parameter.VAR_KEYWORD in kinds)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import logging
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -15,11 +16,11 @@ from gymnasium import spaces
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 from torchrl.data import Binary, Bounded, Composite, TensorSpec, Unbounded
-from torchrl.envs import EnvBase
+from torchrl.envs import EnvBase, TransformedEnv
 
 from edenrl.envs.observations import check_group_names
 
-__all__ = ["InnerStep", "SelfResettingEnv", "action_spec_of", "find_time_limit", "where_rows"]
+__all__ = ["InnerStep", "SelfResettingEnv", "action_spec_of", "find_time_limit", "recorded_metrics", "where_rows"]
 
 _log = logging.getLogger("edenrl")
 
@@ -77,6 +78,37 @@ class InnerStep:
     """Further entries of ``("next", ...)``."""
 
 
+@contextmanager
+def recorded_metrics(env: EnvBase) -> Iterator[list[dict[str, Tensor]]]:
+    """Records the metrics that the simulator did not announce, one dictionary of ``[N, 1]`` per step.
+
+    TorchRL's collectors drop what no spec declares. Whoever steps the environment adds these to ``("next", "metrics")``
+    afterwards; a name is absent in the steps before its first report.
+
+    Args:
+        env: the environment, transformed or not; the record of any but a ``SelfResettingEnv`` stays empty.
+
+    Examples:
+        >>> from edenrl.envs import PointMass
+        >>> env = PointMass(2, seed=0)
+        >>> with recorded_metrics(env) as steps:
+        ...     _ = env.rollout(3)
+        >>> steps
+        []
+    """
+    while isinstance(env, TransformedEnv):
+        env = env.base_env
+    steps: list[dict[str, Tensor]] = []
+    if not isinstance(env, SelfResettingEnv):
+        yield steps
+        return
+    env._recording = steps
+    try:
+        yield steps
+    finally:
+        env._recording = None
+
+
 class SelfResettingEnv(EnvBase):
     """Turns an environment that resets ended rows inside ``step`` into one that TorchRL resets.
 
@@ -91,7 +123,8 @@ class SelfResettingEnv(EnvBase):
         inner: the wrapped environment.
         observation: its current observation, groups ``[N, *]``; all rows at the start of an episode.
         action_spec: spec of the batch of actions.
-        metrics: names under ``("next", "metrics")``, each ``[N, 1]``.
+        metrics: names under ``("next", "metrics")``, each ``[N, 1]``; NaN until they are first reported. Others that
+            the inner environment reports are held by ``recorded_metrics``, because TorchRL drops what no spec declares.
         reward_groups: names under ``("next", "reward_groups")``, each ``[N, 1]``.
 
     Raises:
@@ -132,7 +165,10 @@ class SelfResettingEnv(EnvBase):
             )
         double = any(leaf.dtype == torch.float64 for leaf in observation.values(True, True))
         self._float = torch.float64 if double else torch.float32
-        self._metrics = {name: torch.zeros((), device=device, dtype=self._float) for name in metrics}
+        # Not zero: an episode that ended before the first report says nothing about the metric.
+        self._metrics = {name: torch.full((), torch.nan, device=device, dtype=self._float) for name in metrics}
+        self._unannounced: dict[str, Tensor] = {}
+        self._recording: list[dict[str, Tensor]] | None = None
         self._reward_groups = tuple(reward_groups)
         self._make_specs(observation, action_spec)
         self._said: set[str] = set()
@@ -197,9 +233,18 @@ class SelfResettingEnv(EnvBase):
         out.update({"terminated": inner.terminated.clone(), "truncated": inner.truncated.clone()})
         if self._metrics:
             # One number for the whole batch is repeated in every row: the log averages over the rows that ended.
-            rows = {name: value.reshape(-1, 1).expand(self.num_envs, 1) for name, value in self._metrics.items()}
-            out["metrics"] = self._pack({name: value.clone() for name, value in rows.items()})
+            out["metrics"] = self._pack({name: self._rows(value).clone() for name, value in self._metrics.items()})
+        if self._recording is not None:
+            self._recording.append({name: self._rows(value) for name, value in self._unannounced.items()})
         return out
+
+    def _report(self, name: str, value: Tensor) -> None:
+        """Take a metric, one number for all rows or ``[N, 1]``; it holds until the next report."""
+        held = self._metrics if name in self._metrics else self._unannounced
+        held[name] = value.detach().clone()
+
+    def _rows(self, value: Tensor) -> Tensor:
+        return value.reshape(-1, 1).expand(self.num_envs, 1)
 
     def _final(self, final: TensorDict | None, done: Tensor) -> tuple[TensorDict, Tensor]:
         """The last observations, and which ended rows lack theirs."""

@@ -42,9 +42,10 @@ class VecEnvAdapter(SelfResettingEnv):
 
     Keys, for ``N`` environments: the groups; ``action`` ``[N, num_actions]``, bounded when the inner environment has a
     Gymnasium box ``single_action_space``; ``("next", "reward")`` ``[N, 1]`` and the three done flags;
-    ``("next", "final_obs_missing")`` ``[N, 1]``; ``("next", "metrics", name)`` ``[N, 1]`` for each ``log_keys``, the
-    mean that the inner environment reported last, repeated in every row; and ``("next", "reward_groups", name)``
-    ``[N, 1]``: ``task`` from ``extras["rg"]``, ``style`` from ``extras["rs"]``, ``penalty`` from ``extras["rp"]``.
+    ``("next", "final_obs_missing")`` ``[N, 1]``; ``("next", "metrics", name)`` ``[N, 1]`` for each name in
+    ``extras["log"]`` (or ``["episode"]``), the mean that the inner environment reported last, repeated in every row,
+    and NaN before the first report; and ``("next", "reward_groups", name)`` ``[N, 1]``: ``task`` from ``extras["rg"]``,
+    ``style`` from ``extras["rs"]``, ``penalty`` from ``extras["rp"]``.
 
     The first ``reset`` hands out the episodes that the inner environment has started by itself, as rsl_rl's runner
     does. Later ones, and rows that are reset before they ended, need ``reset()``, ``reset(env_ids=...)`` or
@@ -52,8 +53,9 @@ class VecEnvAdapter(SelfResettingEnv):
 
     Args:
         env: the inner environment.
-        log_keys: names in ``extras["log"]`` (or ``["episode"]``) to report; default: those in ``env.extras`` (or
-            ``env.unwrapped.extras``) now. TorchRL needs them before the first step.
+        log_keys: names of metrics that the specs declare; default: those in ``env.extras`` (or
+            ``env.unwrapped.extras``) now. Others are reported, too, but TorchRL's own collectors drop them, and so do
+            the workers of ``edenrl.collectors.make_collector``: list them here for those.
         reward_groups: whether ``extras`` holds reward groups; default: whether ``env.extras`` holds them now.
 
     Raises:
@@ -145,19 +147,11 @@ class VecEnvAdapter(SelfResettingEnv):
         )
 
     def _read_extras(self, extras: Mapping[str, Any]) -> dict[str, Any]:
-        log = _log_of(extras)
-        if unknown := [name for name in log if name not in self._metrics]:
-            self._say(
-                "log",
-                f"{self._name} logs {unknown}, which it did not announce in its `extras` when it was wrapped. Pass "
-                "VecEnvAdapter(env, log_keys=[...]) to see them.",
-            )
-        for name in self._metrics:
-            value = log.get(name)
+        for name, value in _log_of(extras).items():
             if isinstance(value, Tensor) and value.numel():
-                self._metrics[name] = value.detach().to(self.device, self._float).mean()
+                self._report(name, value.to(self.device, self._float).mean())
             elif isinstance(value, Real):
-                self._metrics[name] = torch.full((), float(value), device=self.device, dtype=self._float)
+                self._report(name, torch.full((), float(value), device=self.device, dtype=self._float))
         if not self._reward_groups:
             if all(name in extras for name in REWARD_GROUPS):
                 self._say(

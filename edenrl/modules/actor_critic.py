@@ -246,6 +246,7 @@ def make_actor(
 
 
 def is_one_categorical(spec: TensorSpec) -> bool:
+    """Whether an unbatched action spec is one discrete action, as an integer."""
     # A MultiCategorical, which is several actions at once, is a Categorical too; so is a batch of them.
     return isinstance(spec, Categorical) and not isinstance(spec, MultiCategorical) and not spec.shape
 
