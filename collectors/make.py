@@ -11,7 +11,8 @@ import random
 import signal
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -27,8 +28,6 @@ from edenrl.collectors.rollout import Collector, needs_primers
 from edenrl.modules import several_processes
 
 __all__ = ["make_collector"]
-
-_log = logging.getLogger("edenrl")
 
 Maker = Callable[[], EnvBase]
 
@@ -114,20 +113,9 @@ def _ignore_signals() -> None:
 class _Worker(Collector):
     """A ``Collector`` in a process of its own: its random states are part of its state."""
 
-    _told = False
-
-    def _add_metrics(self, data: TensorDictBase, steps: Sequence[Mapping[str, Tensor]]) -> TensorDictBase:
+    def _recorded_metrics(self) -> AbstractContextManager[list[dict[str, Tensor]]]:
         # The memory that is shared with the learner has the entries of the specs only.
-        names = sorted({name for step in steps for name in step})
-        if names and not self._told:
-            self._told = True
-            _log.warning(
-                "The environment reports the metrics %s, which it did not announce; workers cannot pass them on. Give "
-                "the adapter their names: VecEnvAdapter(env, log_keys=[...]) or LearningEnvAdapter(env, "
-                "metric_keys=[...]).",
-                names,
-            )
-        return data
+        return nullcontext([])
 
     def state_dict(self) -> OrderedDict[str, Any]:
         # One tensor of bytes, because the exchange of states between processes would drop or convert some entries.

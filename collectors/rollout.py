@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 from torchrl import collectors
 from torchrl.modules.utils import get_primers_from_module
 
 from edenrl.collectors.resume import env_state_dict, load_env_state_dict
-from edenrl.envs.self_resetting import recorded_metrics
+from edenrl.envs.self_resetting import add_metrics, recorded_metrics
 
 __all__ = ["Collector"]
 
@@ -59,24 +58,16 @@ class Collector(collectors.Collector):
 
     def rollout(self) -> TensorDictBase | None:
         """Collects one batch; see TorchRL's class. Metrics that no spec declares are added, NaN before they come."""
-        with recorded_metrics(self.env) as steps:
+        with self._recorded_metrics() as steps:
             data = super().rollout()
         if data is not None:
-            data = self._add_metrics(data, steps)
+            data = add_metrics(data, steps)
         if self._first_lengths is not None and data is not None:
             self._suspect_time_limits(data["next"])
         return data
 
-    def _add_metrics(self, data: TensorDictBase, steps: Sequence[Mapping[str, Tensor]]) -> TensorDictBase:
-        names = dict.fromkeys(name for step in steps for name in step)
-        if not names:
-            return data
-        data = data.copy()  # TorchRL writes the next batch into this one
-        nothing = torch.full_like(data["next", "reward"][:, 0], torch.nan)
-        for name in names:
-            rows = [step.get(name, nothing).to(nothing.device) for step in steps]
-            data["next", "metrics", name] = torch.stack(rows, 1)
-        return data
+    def _recorded_metrics(self) -> AbstractContextManager[list[dict[str, Tensor]]]:
+        return recorded_metrics(self.env)
 
     def _suspect_time_limits(self, ended: TensorDictBase) -> None:
         """Looks at the episodes that ended until one of them shows that no time limit is hidden, or twenty did not."""

@@ -104,6 +104,8 @@ class LearningEnvAdapter(SelfResettingEnv):
         tensor([-2., -2.])
     """
 
+    _names_option = "metric_keys"
+
     def __init__(
         self, env: LearningVecEnv, *, seed: int | None = None, metric_keys: Sequence[str] | None = None
     ) -> None:

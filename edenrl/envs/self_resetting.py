@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -20,7 +20,15 @@ from torchrl.envs import EnvBase, TransformedEnv
 
 from edenrl.envs.observations import check_group_names
 
-__all__ = ["InnerStep", "SelfResettingEnv", "action_spec_of", "find_time_limit", "recorded_metrics", "where_rows"]
+__all__ = [
+    "InnerStep",
+    "SelfResettingEnv",
+    "action_spec_of",
+    "add_metrics",
+    "find_time_limit",
+    "recorded_metrics",
+    "where_rows",
+]
 
 _log = logging.getLogger("edenrl")
 
@@ -109,6 +117,30 @@ def recorded_metrics(env: EnvBase) -> Iterator[list[dict[str, Tensor]]]:
         env._recording = None
 
 
+def add_metrics(data: TensorDictBase, steps: Sequence[Mapping[str, Tensor]]) -> TensorDictBase:
+    """``data`` ``[N, T]`` with the metrics that ``recorded_metrics`` recorded, NaN in the steps before they came.
+
+    Args:
+        data: a rollout of T steps; it is not changed.
+        steps: the record of these steps.
+
+    Examples:
+        >>> data = TensorDict(next=dict(reward=torch.zeros(2, 2, 1)), batch_size=[2, 2])
+        >>> add_metrics(data, [{}, {"height": torch.ones(2, 1)}])["next", "metrics", "height"].squeeze(-1)
+        tensor([[nan, 1.],
+                [nan, 1.]])
+    """
+    names = dict.fromkeys(name for step in steps for name in step)
+    if not names:
+        return data
+    data = data.copy()
+    absent = torch.full_like(data["next", "reward"][:, 0], torch.nan)
+    for name in names:
+        rows = [step.get(name, absent).to(absent.device) for step in steps]
+        data["next", "metrics", name] = torch.stack(rows, 1)
+    return data
+
+
 class SelfResettingEnv(EnvBase):
     """Turns an environment that resets ended rows inside ``step`` into one that TorchRL resets.
 
@@ -141,6 +173,7 @@ class SelfResettingEnv(EnvBase):
     """
 
     returns_fresh_tensors = True
+    _names_option = "metrics"
 
     def __init__(
         self,
@@ -236,6 +269,13 @@ class SelfResettingEnv(EnvBase):
             out["metrics"] = self._pack({name: self._rows(value).clone() for name, value in self._metrics.items()})
         if self._recording is not None:
             self._recording.append({name: self._rows(value) for name, value in self._unannounced.items()})
+        elif self._unannounced:
+            self._say(
+                "metrics",
+                f"{self._name} reports the metrics {sorted(self._unannounced)}, which it did not announce when it was "
+                f"wrapped. This collector drops them. Pass {type(self).__name__}(env, {self._names_option}=[...]) to "
+                "see them.",
+            )
         return out
 
     def _report(self, name: str, value: Tensor) -> None:

@@ -69,6 +69,8 @@ class VecEnvAdapter(SelfResettingEnv):
         torch.Size([4, 3, 14])
     """
 
+    _names_option = "log_keys"
+
     def __init__(self, env: Any, *, log_keys: Sequence[str] | None = None, reward_groups: bool | None = None) -> None:
         needed = ("num_envs", "num_actions", "device", "get_observations", "step")
         if absent := [name for name in needed if not hasattr(env, name)]:

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from torch import Tensor
+from tensordict.nn import TensorDictModule
+from torch import Tensor, nn
 from torchrl.data import Bounded, Unbounded
 from torchrl.envs.utils import check_env_specs
 
-from edenrl.collectors import Collector
+from edenrl.collectors import Collector, DifferentiableCollector
 from edenrl.envs import (
     DifferentiableVecEnv,
     LearningEnvAdapter,
@@ -239,3 +240,14 @@ def test_what_does_not_fit_is_refused() -> None:
 
     with pytest.raises(ValueError, match="Diverges returned values that are not finite: 'reward' in 1 of 2"):
         LearningEnvAdapter(Diverges()).rollout(2)
+
+
+def test_metrics_that_come_late_reach_differentiable_segments() -> None:
+    inner = Line((9, 9))
+    env = LearningEnvAdapter(inner)
+    policy = TensorDictModule(nn.Linear(1, 1), in_keys=["observation"], out_keys=["action"])
+    collector = DifferentiableCollector(wrap_env(env, action_mode="none"), policy, 3)
+    next(iter(collector.update()))
+    inner.info = {"metrics": {"distance": torch.tensor([1.0, 4.0])}}
+    (data,) = collector.update()
+    assert data["next", "metrics", "distance"].squeeze(-1).tolist() == [[1.0] * 3, [4.0] * 3]
