@@ -14,6 +14,7 @@ from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from edenrl.collectors.resume import env_state_dict, load_env_state_dict, load_step, simulator_of
 from edenrl.envs import DifferentiableEnv, RolloutPlan, ScheduledEnv
+from edenrl.envs.self_resetting import add_metrics, recorded_metrics
 
 __all__ = ["AdjointClip", "DifferentiableCollector"]
 
@@ -202,7 +203,7 @@ class DifferentiableCollector:
             )
         self._begin()
         steps, number = [], self.plan.num_steps
-        with set_exploration_type(self.exploration_type):
+        with set_exploration_type(self.exploration_type), recorded_metrics(self.env) as metrics:
             for _ in range(number):
                 stepped, self._root = self.env.step_and_maybe_reset(self._act(self._root))
                 steps.append(stepped.set("elapsed", self._elapsed))
@@ -211,7 +212,7 @@ class DifferentiableCollector:
         self._root = self._root.detach()
         self.rollouts += 1
         self.frames += number * self.env.batch_size.numel()
-        data = TensorDict.stack(steps, self.env.batch_dims)
+        data = add_metrics(TensorDict.stack(steps, self.env.batch_dims), metrics)
         data.names = [*[None] * self.env.batch_dims, "time"]
         self._require_graph(data)
         if self._scheduler is not None:

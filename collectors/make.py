@@ -12,12 +12,14 @@ import signal
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from tensordict import TensorDictBase
+from torch import Tensor
 from torchrl.checkpoint import GlobalRNGState
 from torchrl.collectors import BaseCollector, MultiSyncCollector
 from torchrl.envs import EnvBase
@@ -110,6 +112,10 @@ def _ignore_signals() -> None:
 
 class _Worker(Collector):
     """A ``Collector`` in a process of its own: its random states are part of its state."""
+
+    def _recorded_metrics(self) -> AbstractContextManager[list[dict[str, Tensor]]]:
+        # The memory that is shared with the learner has the entries of the specs only.
+        return nullcontext([])
 
     def state_dict(self) -> OrderedDict[str, Any]:
         # One tensor of bytes, because the exchange of states between processes would drop or convert some entries.

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
+from contextlib import AbstractContextManager
 from typing import Any
 
 from tensordict import TensorDict, TensorDictBase
-from torch import nn
+from torch import Tensor, nn
 from torchrl import collectors
 from torchrl.modules.utils import get_primers_from_module
 
 from edenrl.collectors.resume import env_state_dict, load_env_state_dict
+from edenrl.envs.self_resetting import add_metrics, recorded_metrics
 
 __all__ = ["Collector"]
 
@@ -55,11 +57,17 @@ class Collector(collectors.Collector):
         super().__init__(create_env_fn, policy, **kwargs)
 
     def rollout(self) -> TensorDictBase | None:
-        """Collects one batch; see TorchRL's class."""
-        data = super().rollout()
+        """Collects one batch; see TorchRL's class. Metrics that no spec declares are added, NaN before they come."""
+        with self._recorded_metrics() as steps:
+            data = super().rollout()
+        if data is not None:
+            data = add_metrics(data, steps)
         if self._first_lengths is not None and data is not None:
             self._suspect_time_limits(data["next"])
         return data
+
+    def _recorded_metrics(self) -> AbstractContextManager[list[dict[str, Tensor]]]:
+        return recorded_metrics(self.env)
 
     def _suspect_time_limits(self, ended: TensorDictBase) -> None:
         """Looks at the episodes that ended until one of them shows that no time limit is hidden, or twenty did not."""

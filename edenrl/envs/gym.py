@@ -10,13 +10,16 @@ from typing import Any
 import numpy as np
 import torch
 from gymnasium import spaces
-from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
 from torchrl.data import Composite, TensorSpec, Unbounded
 from torchrl.envs.libs.gym import GymWrapper
 
 from edenrl.envs.groups import SameStateGroups
+from edenrl.envs.gym_observation import GymObservation
 from edenrl.envs.gym_state import VECTOR_STATE, OpaqueStateError, decode, encode, load_env, save_env
+from edenrl.envs.seeds import chosen_seed, spawn_seeds
 
 __all__ = ["GymVectorEnv"]
 
@@ -24,19 +27,23 @@ _logger = logging.getLogger(__name__)
 
 
 class GymVectorEnv(SameStateGroups, GymWrapper):
-    """TorchRL's ``GymWrapper`` over a Gymnasium vector environment that leaves resets to TorchRL.
+    """TorchRL's ``GymWrapper`` over a Gymnasium vector environment, with the true last observation of every episode.
 
-    What it adds: floating-point entries are float32; every tensor is a copy (Gymnasium may reuse its arrays); step
-    infos are not read, which saves time; categorical actions are integers ``[N]``; the first step checks the flags the
-    environment returns; and ``state_dict()`` holds the runtime state, so a run continues bit for bit.
+    What it adds: every tensor is a copy (Gymnasium may reuse its arrays); step infos are not read, which saves time;
+    categorical actions are integers ``[N]``; the first step checks the flags the environment returns; and
+    ``state_dict()`` holds the runtime state, so a run continues bit for bit.
 
-    Keys, for ``N`` environments: ``observation`` ``[N, d]``, or one root key per entry of a ``Dict`` observation space;
+    Observations become groups, root keys that networks can read: ``observation`` ``[N, d]``, or one for each entry of a
+    ``Dict`` space. A nested entry is named by its path, such as ``robot.q``. Vectors are float32, of integers too.
+    ``Discrete`` and ``MultiDiscrete`` are one-hot. Images keep shape and type.
+
+    Other keys, for ``N`` environments:
     ``action`` ``[N, a]``, or ``[N]`` when discrete; ``("next", "reward")``, ``("next", "done")``,
     ``("next", "terminated")``, ``("next", "truncated")`` ``[N, 1]``. ``("next", ...)`` at the end of an episode is its
     true last observation; ``step_and_maybe_reset`` and collectors then reset just those rows.
 
-    ``set_seed(s)`` seeds sub-environment ``i`` with ``s + i``, as Gymnasium does; use the value it returns (or seeds
-    far apart) for the next vector, not ``s + 1``.
+    ``set_seed(s)`` gives every sub-environment a seed of its own (``edenrl.envs.spawn_seeds``). Gymnasium's own seeds
+    ``s + i`` would make vectors of neighbouring seeds share most of their episodes.
 
     With groups (``edenrl.envs.set_group_size``) a full reset seeds the members of each group alike. They then share
     more than their first state: randomness inside the simulation, later resets included, comes from equal generators.
@@ -47,12 +54,16 @@ class GymVectorEnv(SameStateGroups, GymWrapper):
     changed while running are not part of it.
 
     Args:
-        env: A vector environment built with ``autoreset_mode=AutoresetMode.DISABLED``.
+        env: A vector environment, wrapped or not, built with ``autoreset_mode=AutoresetMode.DISABLED``, or with
+            ``SAME_STEP``: then the last observations come from ``infos["final_obs"]``.
         device: Device of the returned tensors. Default: CPU.
+        seed: As in ``set_seed(seed)``. Default: the environments' own choice.
+        kwargs: Passed to TorchRL's ``GymWrapper``.
 
     Raises:
         TypeError: ``env`` is not a Gymnasium vector environment.
-        ValueError: one of its spaces is not supported, or ``env`` resets itself.
+        ValueError: one of its spaces is not supported, a group has a name that is taken, or ``env`` resets ended rows
+            in the next step (``NEXT_STEP``, Gymnasium's default).
 
     Examples:
         >>> import gymnasium
@@ -71,76 +82,124 @@ class GymVectorEnv(SameStateGroups, GymWrapper):
     observation_spec: Composite
     action_spec: TensorSpec
 
-    def __init__(self, env: VectorEnv, *, device: torch.device | str | None = None, **kwargs: Any) -> None:
+    # TorchRL would put a transform of its own around a vector that resets itself.
+    _is_batched = False
+
+    def __init__(
+        self,
+        env: VectorEnv,
+        *,
+        device: torch.device | str | None = None,
+        seed: int | None = None,
+        **kwargs: Any,
+    ) -> None:
         if not isinstance(env, VectorEnv):
             raise TypeError(
                 f"GymVectorEnv wraps a gymnasium.vector.VectorEnv, but {type(env).__name__} was given. Use "
                 "make_gym_env(id, num_envs) to build one."
             )
-        mode = getattr(env, "autoreset_mode", None)
-        if mode != AutoresetMode.DISABLED:
+        # Wrappers pass on the metadata, not the attribute.
+        mode = env.metadata.get("autoreset_mode", getattr(env, "autoreset_mode", None))
+        if mode not in (AutoresetMode.DISABLED, AutoresetMode.SAME_STEP):
             raise ValueError(
-                f"The vector environment has autoreset_mode={mode}; expected AutoresetMode.DISABLED, because an "
-                "environment that resets itself hides the last observation of its episodes. Build it with "
-                "autoreset_mode=AutoresetMode.DISABLED."
+                f"The metadata of {env} say autoreset_mode={mode}; expected AutoresetMode.DISABLED or SAME_STEP: any "
+                "other has steps that ignore the action. Build it with autoreset_mode=AutoresetMode.DISABLED."
             )
-        _check_space("observation", env.single_observation_space, allow_dict=True)
-        _check_space("action", env.single_action_space, allow_dict=False)
+        _check_action_space(env.single_action_space)
+        self._observations = GymObservation(env)
         super().__init__(
             env, categorical_action_encoding=True, device=torch.device("cpu" if device is None else device), **kwargs
         )
+        self._resets_itself = mode == AutoresetMode.SAME_STEP
         self._flags_checked = False
         self._group_seeds = np.random.default_rng()
+        # Where the rows stand now; those that wait have reset themselves, and hand it out when TorchRL resets them.
+        self._current: dict[str, Tensor] = {}
+        self._waiting = torch.zeros(self.batch_size, dtype=torch.bool)
+        if seed is not None:
+            self.set_seed(seed)
 
     def _make_specs(self, env: VectorEnv, batch_size: torch.Size | None = None) -> None:
         super()._make_specs(env, batch_size)
-        observation_spec = self.observation_spec.clone()
-        for key, leaf in list(observation_spec.items(True, True)):
-            if leaf.dtype == torch.float64:
-                observation_spec[key] = leaf.to(torch.float32)
-        self.observation_spec = observation_spec
+        self.observation_spec = self._observations.spec(self.device)
         if self.action_spec.dtype == torch.float64:
             self.action_spec = self.action_spec.to(torch.float32)
         self.reward_spec = Unbounded((*self.batch_size, 1), device=self.device, dtype=torch.float32)
 
     def _set_seed(self, seed: int | None) -> None:
-        self._env.reset(seed=seed)
-        self._group_seeds = np.random.default_rng(seed)
+        seed = chosen_seed(seed)
+        seeds = spawn_seeds(seed, self.batch_size.numel())
+        # Only Gymnasium's own vectors take one seed per environment; others share one stream among their rows.
+        takes_list = isinstance(self._env.unwrapped, (SyncVectorEnv, AsyncVectorEnv))
+        self._restart(None, seed=seeds if takes_list else seeds[0])
+        self._group_seeds = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(0,)))
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDict:
         mask = None if tensordict is None else tensordict.get("_reset", None)
-        if mask is not None:
-            options = {**(kwargs.pop("options", None) or {}), "reset_mask": mask.reshape(-1).cpu().numpy()}
-            kwargs["options"] = options
-        elif self.group_size > 1:
-            seeds = self._group_seeds.integers(2**31, size=self.batch_size.numel() // self.group_size)
-            kwargs["seed"] = seeds.repeat(self.group_size).tolist()
-        observation, _ = self._env.reset(**kwargs)
-        return self._pack(self._read(observation))
+        if mask is None or not self._current:
+            if self.group_size > 1:
+                seeds = self._group_seeds.integers(2**31, size=self.batch_size.numel() // self.group_size)
+                kwargs["seed"] = seeds.repeat(self.group_size).tolist()
+            self._restart(None, **kwargs)
+        else:
+            rows = mask.reshape(self.batch_size).cpu()
+            running = rows & ~self._waiting
+            if bool(running.any()):  # Gymnasium refuses to reset no row
+                self._restart(running, **kwargs)
+            self._waiting = self._waiting & ~rows
+        return self._pack(self._current)
+
+    def _restart(self, rows: Tensor | None, **kwargs: Any) -> None:
+        """Reset all rows (None) or some ``[N]``."""
+        if rows is not None:
+            kwargs["options"] = {**(kwargs.get("options") or {}), "reset_mask": rows.numpy()}
+        observation = self._observations.read(self._env.reset(**kwargs)[0], self.batch_size.numel())
+        if rows is None:
+            self._current, self._waiting = observation, torch.zeros_like(self._waiting)
+        else:
+            self._current = _where(rows, observation, self._current)
 
     def _step(self, tensordict: TensorDictBase) -> TensorDict:
         action = tensordict.get(self.action_key).detach().cpu().numpy()
-        observation, reward, terminated, truncated, _ = self._env.step(action)
+        observation, reward, terminated, truncated, info = self._env.step(action)
         if not self._flags_checked:
             self._check_flag("terminated", terminated)
             self._check_flag("truncated", truncated)
             self._flags_checked = True
-        out = self._read(observation)
-        out["reward"] = torch.tensor(reward, dtype=torch.float32).unsqueeze(-1)
-        out["terminated"] = torch.tensor(terminated).unsqueeze(-1)
-        out["truncated"] = torch.tensor(truncated).unsqueeze(-1)
-        out["done"] = out["terminated"] | out["truncated"]
-        return self._pack(out)
+        self._current = self._observations.read(observation, self.batch_size.numel())
+        done = torch.tensor(terminated | truncated)
+        last = self._current
+        if self._resets_itself:
+            self._waiting = done
+            if bool(done.any()):
+                last = self._last_observations(info, done)
+        out = self._pack(last)
+        out["reward"] = torch.tensor(reward, dtype=torch.float32, device=self.device).unsqueeze(-1)
+        flags = {"done": done, "terminated": torch.tensor(terminated), "truncated": torch.tensor(truncated)}
+        return out.update({name: flag.unsqueeze(-1) for name, flag in flags.items()})
 
-    def _read(self, observation: Any) -> dict[str, Any]:
-        """Copy observation arrays into tensors of the spec's type and shape."""
-        if not isinstance(observation, Mapping):
-            key, leaf = next(iter(self.observation_spec.items()))
-            return {key: torch.tensor(observation, dtype=leaf.dtype).reshape(leaf.shape)}
-        return _read_dict(observation, self.observation_spec)
+    def _last_observations(self, info: Any, ended: Tensor) -> dict[str, Tensor]:
+        """The current observations, with the last ones of their episodes in the rows that ended."""
+        final = info.get("final_obs") if isinstance(info, Mapping) else None
+        if isinstance(final, np.ndarray) and final.dtype == object:  # one entry per environment, None where it runs on
+            given = {row: final[row] for row in ended.nonzero().flatten().tolist() if final[row] is not None}
+            last = {name: value.clone() for name, value in self._current.items()}
+            for row, observation in given.items():
+                for name, value in self._observations.read(observation, 1).items():
+                    last[name][row] = value[0]
+            if len(given) == int(ended.sum()):
+                return last
+        elif final is not None:
+            return _where(ended, self._observations.read(final, self.batch_size.numel()), self._current)
+        raise ValueError(
+            f"{self._env} resets itself (autoreset_mode SAME_STEP) and gave no infos['final_obs'] for an episode that "
+            "ended. Let it give the last observations, or build it with autoreset_mode=AutoresetMode.DISABLED."
+        )
 
-    def _pack(self, entries: dict[str, Any]) -> TensorDict:
-        return TensorDict(entries, batch_size=self.batch_size, device=self.device)
+    def _pack(self, groups: dict[str, Tensor]) -> TensorDict:
+        """The groups as copies: what is handed out may be written to."""
+        copies = {name: value.clone() for name, value in groups.items()}
+        return TensorDict(copies, batch_size=self.batch_size, device=self.device)
 
     def _check_flag(self, name: str, value: Any) -> None:
         expected = tuple(self.batch_size)
@@ -179,6 +238,7 @@ class GymVectorEnv(SameStateGroups, GymWrapper):
                 "vector": bookkeeping,
                 "envs": [save_env(env) for env in vector.envs],
                 "group_seeds": encode(self._group_seeds),
+                "waiting": encode(self._waiting),
             }
         except OpaqueStateError as error:
             _logger.debug("runtime state of %s is not saved: %s", vector, error)
@@ -211,6 +271,17 @@ class GymVectorEnv(SameStateGroups, GymWrapper):
         for name, value in state["vector"].items():
             setattr(vector, name, decode(value))
         self._group_seeds = decode(state["group_seeds"])
+        # Checkpoints from before vectors that reset themselves were accepted have no such entry.
+        self._waiting = decode(state["waiting"]) if "waiting" in state else torch.zeros_like(self._waiting)
+        self._current = self._observations.read(vector._observations, vector.num_envs)
+
+
+def _where(rows: Tensor, chosen: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """``chosen`` in the rows ``[N]`` that are true, ``other`` elsewhere."""
+    return {
+        name: torch.where(rows.reshape(-1, *[1] * (value.dim() - 1)), value, other[name])
+        for name, value in chosen.items()
+    }
 
 
 def _mujoco_contract(env: Any) -> dict[str, Any]:
@@ -240,28 +311,11 @@ def _mujoco_contract(env: Any) -> dict[str, Any]:
     }
 
 
-def _check_space(role: str, space: spaces.Space, *, allow_dict: bool) -> None:
-    if allow_dict and isinstance(space, spaces.Dict):
-        for name, entry in space.spaces.items():
-            _check_space(f"{role} {name!r}", entry, allow_dict=True)
-        return
+def _check_action_space(space: spaces.Space) -> None:
     if not isinstance(space, (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)):
-        expected = "Box, Discrete, MultiDiscrete, MultiBinary" + (" or Dict of these" if allow_dict else "")
         raise ValueError(
-            f"The {role} space is {space}; expected {expected}. Convert it with a gymnasium wrapper first, for example "
-            "FlattenObservation."
+            f"The action space is {space}; expected Box, Discrete, MultiDiscrete or MultiBinary. Convert it with "
+            "gymnasium.wrappers.TransformAction first."
         )
     if isinstance(space, spaces.Discrete) and space.start != 0:
-        raise ValueError(f"The {role} space {space} starts at {space.start}; expected one that starts at 0.")
-
-
-def _read_dict(observation: Mapping[str, Any], spec: Composite) -> dict[str, Any]:
-    out: dict[str, Any] = {}
-    for key, leaf in spec.items():
-        # TorchRL calls a lone "state" entry "observation".
-        value = observation[key] if key in observation else observation["state"]
-        if isinstance(leaf, Composite):
-            out[key] = TensorDict(_read_dict(value, leaf), batch_size=leaf.shape)
-        else:
-            out[key] = torch.tensor(value, dtype=leaf.dtype).reshape(leaf.shape)
-    return out
+        raise ValueError(f"The action space {space} starts at {space.start}; expected one that starts at 0.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
@@ -10,6 +11,7 @@ from gymnasium import spaces
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
+from edenrl.envs.observations import as_groups, leaf_spaces
 from edenrl.envs.self_resetting import InnerStep, SelfResettingEnv, action_spec_of
 
 __all__ = ["DifferentiableVecEnv", "LearningEnvAdapter", "LearningVecEnv", "Observation"]
@@ -59,7 +61,8 @@ class LearningEnvAdapter(SelfResettingEnv):
     the row's episode, and a row that was reset carries no gradient into the episode before, as long as the inner
     environment does so.
 
-    Keys, for ``N`` environments: ``observation`` ``[N, *]``, or one root key per entry of a dictionary of observations;
+    Keys, for ``N`` environments: ``observation`` ``[N, *]``, or one root key per entry of a dictionary of observations
+    (a nested entry is named by its path, such as ``robot.q``; vectors of integers become float32);
     ``action``, bounded as ``single_action_space`` is; ``("next", "reward")`` ``[N, 1]`` and the three done flags;
     ``("next", "final_obs_missing")`` ``[N, 1]``; ``("next", "metrics", name)`` ``[N, 1]`` for ``info["success"]`` and
     the entries of ``info["metrics"]``, per environment or one number for all. ``info["final_observation"]`` or
@@ -70,8 +73,9 @@ class LearningEnvAdapter(SelfResettingEnv):
     Args:
         env: the inner environment.
         seed: passed to the first ``env.reset``, which happens here. Default: the environment's choice.
-        metric_keys: names to report, ``"success"`` and those in ``info["metrics"]``; default: those in the info of the
-            first reset. TorchRL needs them before the first step.
+        metric_keys: names of metrics that the specs declare, ``"success"`` and those in ``info["metrics"]``; default:
+            those in the info of the first reset. Others are reported, too, but TorchRL's own collectors drop them, and
+            so do the workers of ``edenrl.collectors.make_collector``: list them here for those.
 
     Raises:
         TypeError: ``env`` lacks part of the protocol, or its actions are not a floating-point box.
@@ -100,6 +104,8 @@ class LearningEnvAdapter(SelfResettingEnv):
         tensor([-2., -2.])
     """
 
+    _names_option = "metric_keys"
+
     def __init__(
         self, env: LearningVecEnv, *, seed: int | None = None, metric_keys: Sequence[str] | None = None
     ) -> None:
@@ -127,17 +133,8 @@ class LearningEnvAdapter(SelfResettingEnv):
         observation, reward, terminated, truncated, info = self.inner.step(action)
         terminated = self._flags("terminated", terminated)
         final = next((info[name] for name in _FINAL if info.get(name) is not None), None)
-        metrics = _metrics_of(info)
-        if unknown := [name for name in metrics if name not in self._metrics]:
-            self._say(
-                "metrics",
-                f"{self._name} reports {unknown}, which the info of its first reset did not hold. Pass "
-                "LearningEnvAdapter(env, metric_keys=[...]) to see them.",
-            )
-        for name in self._metrics:
-            if name in metrics:
-                value = torch.as_tensor(metrics[name], dtype=self._float, device=self.device).detach()
-                self._metrics[name] = value if value.dim() == 0 else self._columns(f"info metric {name!r}", value)
+        for name, value in _metrics_of(info).items():
+            self._take(name, value)
         return InnerStep(
             observation=self._check_groups(_groups(observation, self.num_envs, self._name), "step"),
             reward=self._columns("reward", reward),
@@ -146,6 +143,12 @@ class LearningEnvAdapter(SelfResettingEnv):
             truncated=self._flags("truncated", truncated),
             final=None if final is None else self._check_groups(_groups(final, self.num_envs, self._name), "final"),
         )
+
+    def _take(self, name: str, value: Any) -> None:
+        if name not in self._metrics and not isinstance(value, (Tensor, Real)):
+            return  # nobody asked for it, and it is no number
+        number = torch.as_tensor(value, dtype=self._float, device=self.device)
+        self._report(name, number if number.dim() == 0 else self._columns(f"info metric {name!r}", number))
 
     def _inner_reset(self, rows: Tensor | None) -> TensorDict:
         if rows is not None:
@@ -192,13 +195,15 @@ def _groups(observation: Any, num_envs: int, name: str) -> TensorDict:
             f"{name} returned an observation of type {type(observation).__name__}; expected a tensor, a TensorDict or "
             "a dict of tensors."
         )
-    return TensorDict(dict(observation.items()), batch_size=[num_envs])
+    return TensorDict(as_groups(name, observation), batch_size=[num_envs])
 
 
 def _check_space(space: spaces.Space, groups: TensorDict, name: str) -> None:
     """The declared space and the first observation must agree: networks are built from one, fed with the other."""
-    declared = space.spaces if isinstance(space, spaces.Dict) else {"observation": space}
-    expected = {key: tuple(entry.shape or ()) for key, entry in declared.items() if not isinstance(entry, spaces.Dict)}
-    found = {key: tuple(leaf.shape[1:]) for key, leaf in groups.items() if isinstance(leaf, Tensor)}
+    declared = {"observation": space}
+    if isinstance(space, spaces.Dict):
+        declared = {key: leaf for key, (_, leaf) in leaf_spaces(name, space).items()}
+    expected = {key: tuple(leaf.shape or ()) for key, leaf in declared.items()}
+    found = {key: tuple(leaf.shape[1:]) for key, leaf in groups.items()}
     if found != expected:
         raise ValueError(f"{name} declares observations of shape {expected} for each environment, but gave {found}.")

@@ -1,8 +1,9 @@
-"""Gymnasium environments by id, as vectors that leave resets to TorchRL."""
+"""Gymnasium environments by id or class, as vectors that leave resets to TorchRL."""
 
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import logging
 import os
@@ -13,9 +14,11 @@ from typing import Any, Literal
 
 import gymnasium
 import torch
+from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
 from edenrl.envs.gym import GymVectorEnv
+from edenrl.envs.seeds import chosen_seed
 
 __all__ = ["make_gym_env"]
 
@@ -23,7 +26,7 @@ _logger = logging.getLogger(__name__)
 
 
 def make_gym_env(
-    env_id: str,
+    env_id: str | Callable[..., gymnasium.Env],
     num_envs: int,
     *,
     vectorization: Literal["sync", "async"] = "sync",
@@ -34,14 +37,16 @@ def make_gym_env(
     """Build ``num_envs`` copies of a Gymnasium environment as one ``GymVectorEnv``.
 
     Args:
-        env_id: Gymnasium id, such as ``"HalfCheetah-v5"``.
+        env_id: Gymnasium id, such as ``"HalfCheetah-v5"`` or ``"my_robots:Reacher-v0"``, or a class or function that
+            returns one environment.
         num_envs: Number of copies, at least 1.
         vectorization: ``"sync"`` steps them in this process, which is fastest for cheap environments and can be resumed
             exactly; ``"async"`` gives each its own process. Default ``"sync"``.
         device: Device of the returned tensors. Default: CPU.
-        seed: Seed of the first copy; copy ``i`` gets ``seed + i``. Default: drawn from torch's global generator, so
-            that ``torch.manual_seed`` makes a run repeatable.
-        env_kwargs: Passed to ``gymnasium.make``.
+        seed: Seed from which every copy gets its own, see ``edenrl.envs.spawn_seeds``. Default: drawn from torch's
+            global generator, so that ``torch.manual_seed`` makes a run repeatable.
+        env_kwargs: Passed to ``gymnasium.make``: arguments of the environment, and Gymnasium's own, such as
+            ``max_episode_steps``.
 
     Returns:
         The environment, batch size ``[num_envs]``.
@@ -60,11 +65,21 @@ def make_gym_env(
         raise ValueError(f"num_envs={num_envs} was given for {env_id!r}; expected at least 1.")
     if vectorization not in ("sync", "async"):
         raise ValueError(f"vectorization={vectorization!r} was given; expected 'sync' or 'async'.")
-    needs_mujoco = "mujoco" in str(gymnasium.spec(env_id).entry_point)
+    what: str | EnvSpec
+    if isinstance(env_id, str):
+        module, _, registered = env_id.rpartition(":")
+        if module:
+            importlib.import_module(module)
+        what, entry_point = env_id, gymnasium.spec(registered).entry_point
+    else:
+        # Unregistered, and yet with what `gymnasium.make` adds: time limits and checks.
+        name = getattr(env_id, "__name__", type(env_id).__name__).strip("<>")
+        what, entry_point = EnvSpec(name, entry_point=env_id), env_id
+    needs_mujoco = "mujoco" in str(entry_point)
     if needs_mujoco and importlib.util.find_spec("mujoco") is None:
         raise ImportError(f'{env_id} needs the mujoco package, which is not installed: pip install "edenrl[mujoco]"')
     copies: list[Callable[[], gymnasium.Env]] = [
-        functools.partial(_make_one, env_id, needs_mujoco, env_kwargs, os.getpid()) for _ in range(num_envs)
+        functools.partial(_make_one, what, needs_mujoco, env_kwargs, os.getpid()) for _ in range(num_envs)
     ]
     vector: VectorEnv
     if vectorization == "sync":
@@ -73,7 +88,7 @@ def make_gym_env(
     else:
         vector = AsyncVectorEnv(copies, copy=False, autoreset_mode=AutoresetMode.DISABLED)
     env = GymVectorEnv(vector, device=device)
-    env.set_seed(int(torch.randint(2**31 - 1, ()).item()) if seed is None else seed)
+    env.set_seed(chosen_seed(seed))
     return env
 
 
@@ -84,7 +99,7 @@ class _QuietSyncVectorEnv(SyncVectorEnv):
         return vector_infos
 
 
-def _make_one(env_id: str, uses_mujoco: bool, kwargs: dict[str, Any], owner: int) -> gymnasium.Env:
+def _make_one(env_id: str | EnvSpec, uses_mujoco: bool, kwargs: dict[str, Any], owner: int) -> gymnasium.Env:
     if os.getpid() != owner:
         # A terminal sends Ctrl-C to every process of a run; its owner decides when this one ends.
         # SIGTERM is what Gymnasium itself ends it with; a group of its own keeps the one away that is sent to all.

@@ -9,6 +9,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import gymnasium
@@ -21,8 +22,12 @@ from edenrl.envs.transforms import FillFinalObservation
 
 __all__ = ["make_env", "register_env", "registered_envs"]
 
-EnvFactory = Callable[..., EnvBase]
+EnvFactory = Callable[..., EnvBase | gymnasium.Env]
 
+_FACTORIES = (
+    "A factory takes num_envs and the keywords device and seed; one that returns a single Gymnasium environment takes "
+    "none of the three."
+)
 # Lower-case name -> (name as registered, factory).
 _REGISTRY: dict[str, tuple[str, EnvFactory]] = {}
 
@@ -33,7 +38,8 @@ def register_env(name: str, factory: EnvFactory | None = None, *, override: bool
     Args:
         name: The name; upper and lower case are the same. It must not contain a colon.
         factory: ``factory(num_envs, *, device, seed, **kwargs) -> EnvBase`` with batch size ``[num_envs]``: a class or
-            a function. Omit it to use ``register_env(name)`` as a decorator.
+            a function. Or a Gymnasium environment, ``factory(**kwargs) -> gymnasium.Env``, of which ``num_envs`` copies
+            are made. Omit it to use ``register_env(name)`` as a decorator.
         override: Replace an earlier registration. Default False.
 
     Returns:
@@ -85,7 +91,8 @@ def make_env(
     Args:
         name: In this order: a registered name (any case); ``mjlab:<task>``; ``isaaclab:<task>`` (with Isaac's app
             launched before); ``<module>:<factory>``, a class or function as ``register_env`` takes it, in an installed
-            module or one in the working directory; ``gym:<id>`` or a bare Gymnasium id.
+            module or one in the working directory; ``<module>:<id>``, a Gymnasium id that this module registers;
+            ``gym:<id>`` or a bare Gymnasium id.
         num_envs: Number of environments, at least 1.
         device: Device of the tensors. Default ``"cpu"``.
         seed: Seed of the environment's own generator. Default: the environment's choice.
@@ -113,15 +120,15 @@ def make_env(
     env = _build(name, num_envs, device, seed, kwargs)
     if not isinstance(env, EnvBase) or env.batch_size != (num_envs,):
         found = f"batch size {list(env.batch_size)}" if isinstance(env, EnvBase) else f"a {type(env).__name__}"
-        raise ValueError(f"The factory of {name!r} returned {found}; expected an EnvBase of batch size [{num_envs}].")
+        raise ValueError(
+            f"The factory of {name!r} returned {found}; expected an EnvBase of batch size [{num_envs}]. {_FACTORIES}"
+        )
     return env
 
 
 def _build(name: str, num_envs: int, device: torch.device | str, seed: int | None, kwargs: dict[str, Any]) -> EnvBase:
     if name.lower() in _REGISTRY:
-        factory = _REGISTRY[name.lower()][1]
-        _check_arguments(name, factory, num_envs, device, seed, kwargs)
-        return factory(num_envs, device=device, seed=seed, **kwargs)
+        return _call(name, _REGISTRY[name.lower()][1], num_envs, device, seed, kwargs)
     module, colon, rest = name.partition(":")
     prefix = module.lower()
     if colon and prefix in ("mjlab", "isaaclab"):
@@ -130,14 +137,60 @@ def _build(name: str, num_envs: int, device: torch.device | str, seed: int | Non
         return _make_mjlab(rest, num_envs, device, seed, kwargs)
     if colon and prefix == "isaaclab":
         return _make_isaaclab(rest, num_envs, device, seed, kwargs)
-    if colon and prefix != "gym":
-        factory = _import_factory(name, module, rest)
-        _check_arguments(name, factory, num_envs, device, seed, kwargs)
-        return factory(num_envs, device=device, seed=seed, **kwargs)
-    env_id = rest if colon else name
-    _check_gymnasium_id(name, env_id)
+    env_id = rest if colon and prefix == "gym" else name
+    module, colon, attribute = env_id.partition(":")
+    if not colon:
+        _check_gymnasium_id(name, env_id)
+        return _make_gymnasium(name, env_id, num_envs, device, seed, kwargs)
+    found = getattr(_import_module(name, module), attribute, None)
+    if callable(found):
+        return _call(name, found, num_envs, device, seed, kwargs)
+    if attribute in gymnasium.registry:
+        return _make_gymnasium(name, env_id, num_envs, device, seed, kwargs)
+    names = [key for key, value in vars(sys.modules[module]).items() if callable(value) and not key.startswith("_")]
+    close = difflib.get_close_matches(attribute, [*names, *gymnasium.registry], n=5, cutoff=0.5)
+    raise ValueError(
+        f"Unknown environment {name!r}: {module!r} has no function or class {attribute!r} and registers no such "
+        f"Gymnasium id. Closest names: {', '.join(close) or 'none'}."
+    )
+
+
+def _call(
+    name: str, factory: EnvFactory, num_envs: int, device: torch.device | str, seed: int | None, kwargs: dict[str, Any]
+) -> EnvBase:
+    """Build from a factory of this library or one of single Gymnasium environments."""
+    if _makes_one_environment(factory):
+        return _make_gymnasium(name, factory, num_envs, device, seed, kwargs)
+    _check_arguments(name, factory, num_envs, device, seed, kwargs)
+    return factory(num_envs, device=device, seed=seed, **kwargs)
+
+
+def _makes_one_environment(factory: EnvFactory) -> bool:
+    """Whether it is a Gymnasium class, or a function that does not ask for what a factory of this library is given."""
+    if isinstance(factory, type):
+        return issubclass(factory, gymnasium.Env)
+    parameters = list(inspect.signature(factory).parameters.values())
+    if {"num_envs", "device", "seed"} & {parameter.name for parameter in parameters}:
+        return False
+    kinds = {parameter.kind for parameter in parameters}
+    if inspect.Parameter.VAR_POSITIONAL in kinds:
+        return False
+    # `def reacher(n, **kwargs)` asks for a number; `def reacher(width=2, **kwargs)` does not.
+    first = parameters[0] if parameters else None
+    asks = first is not None and first.kind is first.POSITIONAL_OR_KEYWORD and first.default is first.empty
+    return not (asks and inspect.Parameter.VAR_KEYWORD in kinds)
+
+
+def _make_gymnasium(
+    name: str,
+    env: str | EnvFactory,
+    num_envs: int,
+    device: torch.device | str,
+    seed: int | None,
+    kwargs: dict[str, Any],
+) -> EnvBase:
     try:
-        return make_gym_env(env_id, num_envs, device=device, seed=seed, **kwargs)
+        return make_gym_env(env, num_envs, device=device, seed=seed, **kwargs)
     except (ImportError, ValueError):
         raise
     except gymnasium.error.DependencyNotInstalled as error:
@@ -157,8 +210,8 @@ def _refuse_vectorization(name: str, kwargs: dict[str, Any]) -> None:
         )
 
 
-def _import_factory(name: str, module: str, attribute: str) -> EnvFactory:
-    """The factory that ``module:attribute`` names; modules beside the caller are found as ``python -m`` finds them."""
+def _import_module(name: str, module: str) -> ModuleType:
+    """The module of an environment's name; one beside the caller is found as ``python -m`` finds it."""
     here = os.getcwd()
     if here not in sys.path:
         # Last, so that a file in the working directory hides no installed package.
@@ -169,7 +222,7 @@ def _import_factory(name: str, module: str, attribute: str) -> EnvFactory:
             "my_robots:reacher for the function reacher in my_robots.py."
         )
     try:
-        found = importlib.import_module(module)
+        return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise  # the module is there; something that it imports is not
@@ -177,14 +230,6 @@ def _import_factory(name: str, module: str, attribute: str) -> EnvFactory:
             f"Unknown environment {name!r}: there is no module {module!r} in {here} or among the installed packages. "
             "Expected <module>:<factory>, with the module importable from here."
         ) from error
-    if not callable(factory := getattr(found, attribute, None)):
-        names = [key for key, value in vars(found).items() if callable(value) and not key.startswith("_")]
-        close = difflib.get_close_matches(attribute, names, n=5, cutoff=0.5)
-        raise ValueError(
-            f"Unknown environment {name!r}: {module!r} has no function or class {attribute!r}. Closest names: "
-            f"{', '.join(close) or 'none'}."
-        )
-    return factory
 
 
 def _check_arguments(name: str, factory: EnvFactory, *call: Any) -> None:
@@ -198,8 +243,7 @@ def _check_arguments(name: str, factory: EnvFactory, *call: Any) -> None:
         _refuse_vectorization(name, kwargs)
         raise ValueError(
             f"The factory of {name!r} takes {signature} and was called with {['num_envs', 'device', 'seed', *kwargs]}: "
-            f"{error}. A factory takes num_envs and the keywords device and seed; what else it takes goes in as "
-            "keyword arguments (--env.kwargs.NAME VALUE)."
+            f"{error}. {_FACTORIES} What else it takes goes in as keyword arguments (--env.kwargs.NAME VALUE)."
         ) from error
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import logging
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -15,25 +16,21 @@ from gymnasium import spaces
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 from torchrl.data import Binary, Bounded, Composite, TensorSpec, Unbounded
-from torchrl.envs import EnvBase
+from torchrl.envs import EnvBase, TransformedEnv
 
-__all__ = ["InnerStep", "SelfResettingEnv", "action_spec_of", "find_time_limit", "where_rows"]
+from edenrl.envs.observations import check_group_names
+
+__all__ = [
+    "InnerStep",
+    "SelfResettingEnv",
+    "action_spec_of",
+    "add_metrics",
+    "find_time_limit",
+    "recorded_metrics",
+    "where_rows",
+]
 
 _log = logging.getLogger("edenrl")
-# What TorchRL, wrap_env and this class write beside the groups.
-_RESERVED = (
-    "action",
-    "reward",
-    "done",
-    "terminated",
-    "truncated",
-    "next",
-    "step_count",
-    "episode_reward",
-    "metrics",
-    "reward_groups",
-    "final_obs_missing",
-)
 
 
 @functools.cache
@@ -89,6 +86,61 @@ class InnerStep:
     """Further entries of ``("next", ...)``."""
 
 
+@contextmanager
+def recorded_metrics(env: EnvBase) -> Iterator[list[dict[str, Tensor]]]:
+    """Records the metrics that the simulator did not announce, one dictionary of ``[N, 1]`` per step.
+
+    TorchRL's collectors drop what no spec declares. Whoever steps the environment adds these to ``("next", "metrics")``
+    afterwards; a name is absent in the steps before its first report.
+
+    Args:
+        env: the environment, transformed or not; the record of any but a ``SelfResettingEnv`` stays empty.
+
+    Examples:
+        >>> from edenrl.envs import PointMass
+        >>> env = PointMass(2, seed=0)
+        >>> with recorded_metrics(env) as steps:
+        ...     _ = env.rollout(3)
+        >>> steps
+        []
+    """
+    while isinstance(env, TransformedEnv):
+        env = env.base_env
+    steps: list[dict[str, Tensor]] = []
+    if not isinstance(env, SelfResettingEnv):
+        yield steps
+        return
+    env._recording = steps
+    try:
+        yield steps
+    finally:
+        env._recording = None
+
+
+def add_metrics(data: TensorDictBase, steps: Sequence[Mapping[str, Tensor]]) -> TensorDictBase:
+    """``data`` ``[N, T]`` with the metrics that ``recorded_metrics`` recorded, NaN in the steps before they came.
+
+    Args:
+        data: a rollout of T steps; it is not changed.
+        steps: the record of these steps.
+
+    Examples:
+        >>> data = TensorDict(next=dict(reward=torch.zeros(2, 2, 1)), batch_size=[2, 2])
+        >>> add_metrics(data, [{}, {"height": torch.ones(2, 1)}])["next", "metrics", "height"].squeeze(-1)
+        tensor([[nan, 1.],
+                [nan, 1.]])
+    """
+    names = dict.fromkeys(name for step in steps for name in step)
+    if not names:
+        return data
+    data = data.copy()
+    absent = torch.full_like(data["next", "reward"][:, 0], torch.nan)
+    for name in names:
+        rows = [step.get(name, absent).to(absent.device) for step in steps]
+        data["next", "metrics", name] = torch.stack(rows, 1)
+    return data
+
+
 class SelfResettingEnv(EnvBase):
     """Turns an environment that resets ended rows inside ``step`` into one that TorchRL resets.
 
@@ -103,7 +155,8 @@ class SelfResettingEnv(EnvBase):
         inner: the wrapped environment.
         observation: its current observation, groups ``[N, *]``; all rows at the start of an episode.
         action_spec: spec of the batch of actions.
-        metrics: names under ``("next", "metrics")``, each ``[N, 1]``.
+        metrics: names under ``("next", "metrics")``, each ``[N, 1]``; NaN until they are first reported. Others that
+            the inner environment reports are held by ``recorded_metrics``, because TorchRL drops what no spec declares.
         reward_groups: names under ``("next", "reward_groups")``, each ``[N, 1]``.
 
     Raises:
@@ -120,6 +173,7 @@ class SelfResettingEnv(EnvBase):
     """
 
     returns_fresh_tensors = True
+    _names_option = "metrics"
 
     def __init__(
         self,
@@ -136,19 +190,18 @@ class SelfResettingEnv(EnvBase):
         # Past nn.Module: an inner module must not become part of the adapter's state_dict.
         object.__setattr__(self, "inner", inner)
         self.is_closed = False
-        if clash := sorted(set(observation.keys()) & set(_RESERVED)):
-            raise ValueError(
-                f"{self._name} has observation groups named {clash}; these names are taken. Rename the groups."
-            )
+        check_group_names(self._name, observation.keys())
         self._shapes = {key: tuple(leaf.shape) for key, leaf in observation.items(True, True)}
-        self._groups = list(observation.keys())
         if wrong := {key: shape for key, shape in self._shapes.items() if shape[:1] != (num_envs,) or len(shape) < 2}:
             raise ValueError(
                 f"{self._name} has observations of shape {wrong}; expected [{num_envs}, ...], one row per environment."
             )
         double = any(leaf.dtype == torch.float64 for leaf in observation.values(True, True))
         self._float = torch.float64 if double else torch.float32
-        self._metrics = {name: torch.zeros((), device=device, dtype=self._float) for name in metrics}
+        # Not zero: an episode that ended before the first report says nothing about the metric.
+        self._metrics = {name: torch.full((), torch.nan, device=device, dtype=self._float) for name in metrics}
+        self._unannounced: dict[str, Tensor] = {}
+        self._recording: list[dict[str, Tensor]] | None = None
         self._reward_groups = tuple(reward_groups)
         self._make_specs(observation, action_spec)
         self._said: set[str] = set()
@@ -177,16 +230,8 @@ class SelfResettingEnv(EnvBase):
         def flag() -> Binary:
             return Binary(1, shape=(*shape, 1), device=device, dtype=torch.bool)
 
-        def spec_of(data: TensorDictBase) -> Composite:
-            leaves = {
-                key: spec_of(value)
-                if isinstance(value, TensorDictBase)
-                else Unbounded(value.shape, device=device, dtype=value.dtype)
-                for key, value in data.items()
-            }
-            return Composite(leaves, shape=shape, device=device)
-
-        self.observation_spec = spec_of(observation)
+        groups = {key: Unbounded(value.shape, device=device, dtype=value.dtype) for key, value in observation.items()}
+        self.observation_spec = Composite(groups, shape=shape, device=device)
         for name, keys in (("metrics", self._metrics), ("reward_groups", self._reward_groups)):
             if keys:
                 self.observation_spec[name] = Composite({key: column() for key in keys}, shape=shape, device=device)
@@ -221,9 +266,25 @@ class SelfResettingEnv(EnvBase):
         out.update({"terminated": inner.terminated.clone(), "truncated": inner.truncated.clone()})
         if self._metrics:
             # One number for the whole batch is repeated in every row: the log averages over the rows that ended.
-            rows = {name: value.reshape(-1, 1).expand(self.num_envs, 1) for name, value in self._metrics.items()}
-            out["metrics"] = self._pack({name: value.clone() for name, value in rows.items()})
+            out["metrics"] = self._pack({name: self._rows(value).clone() for name, value in self._metrics.items()})
+        if self._recording is not None:
+            self._recording.append({name: self._rows(value) for name, value in self._unannounced.items()})
+        elif self._unannounced:
+            self._say(
+                "metrics",
+                f"{self._name} reports the metrics {sorted(self._unannounced)}, which it did not announce when it was "
+                f"wrapped. This collector drops them. Pass {type(self).__name__}(env, {self._names_option}=[...]) to "
+                "see them.",
+            )
         return out
+
+    def _report(self, name: str, value: Tensor) -> None:
+        """Take a metric, one number for all rows or ``[N, 1]``; it holds until the next report."""
+        held = self._metrics if name in self._metrics else self._unannounced
+        held[name] = value.detach().clone()
+
+    def _rows(self, value: Tensor) -> Tensor:
+        return value.reshape(-1, 1).expand(self.num_envs, 1)
 
     def _final(self, final: TensorDict | None, done: Tensor) -> tuple[TensorDict, Tensor]:
         """The last observations, and which ended rows lack theirs."""

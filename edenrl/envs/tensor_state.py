@@ -13,6 +13,7 @@ from torchrl.data import Binary, Bounded, Composite, Unbounded
 from torchrl.envs import EnvBase
 
 from edenrl.envs.groups import SameStateGroups, repeat_in_groups
+from edenrl.envs.seeds import chosen_seed
 
 __all__ = ["TensorStateEnv"]
 
@@ -140,9 +141,7 @@ class TensorStateEnv(SameStateGroups, EnvBase):
         return Composite(flags, shape=shape, device=self.device)
 
     def _set_seed(self, seed: int | None) -> None:
-        if seed is None:
-            seed = int(torch.randint(2**31 - 1, ()).item())
-        self._generator.manual_seed(seed)
+        self._generator.manual_seed(chosen_seed(seed))
 
     def _uniform(self, low: float, high: float, *shape: int) -> Tensor:
         unit = torch.rand(self.num_envs, *shape, generator=self._generator, device=self.device, dtype=self._float)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torchrl.data import Binary, Bounded, Composite, TensorSpec, Unbounded
 from torchrl.envs import EnvBase, RewardScaling, RewardSum, StepCounter, Transform, TransformedEnv
 
+from edenrl.envs.observations import BESIDE_GROUPS, check_group_names
 from edenrl.envs.reward_groups import RewardGroups
 
 __all__ = [
@@ -248,7 +249,8 @@ def wrap_env(env: EnvBase, *, action_mode: ActionMode = "clip", reward_scale: fl
         reward_scale: Factor on ``("next", "reward")`` and its groups, applied after returns are counted. Default 1.0.
 
     Raises:
-        ValueError: unknown ``action_mode``, or ``reward_scale`` not finite or zero.
+        ValueError: unknown ``action_mode``, ``reward_scale`` not finite or zero, or an observation group whose name is
+            taken.
 
     Examples:
         >>> from edenrl.envs import PointMass, wrap_env
@@ -274,6 +276,9 @@ def wrap_env(env: EnvBase, *, action_mode: ActionMode = "clip", reward_scale: fl
     inner = env
     while isinstance(inner, TransformedEnv):
         inner = inner.base_env
+    # An environment's own private entries stay between it and TorchRL.
+    groups = [name for name in env.observation_spec.keys() if name not in BESIDE_GROUPS and not name.startswith("_")]
+    check_group_names(type(inner).__name__, groups)
     # Of the class: an instance may pass the question on, as TorchRL's SerialEnv does, to workers that cannot answer.
     if not getattr(type(inner), "returns_fresh_tensors", False):
         transforms.insert(0, FreshTensors())

@@ -14,6 +14,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 from torchrl.data import TensorSpec, Unbounded
 
+from edenrl.envs.observations import as_groups
 from edenrl.envs.self_resetting import InnerStep, SelfResettingEnv, action_spec_of
 
 __all__ = ["REWARD_GROUPS", "VecEnvAdapter"]
@@ -31,7 +32,8 @@ class VecEnvAdapter(SelfResettingEnv):
 
     Observations are groups ``[N, *]``, one root key each: a TensorDict or dict of groups; a lone tensor, which is the
     group ``policy``; or, as older versions do, a tensor with further groups in ``extras["observations"]``, or a tensor
-    with a second one for the ``critic`` (``step`` then returns five values). All forms give the same groups.
+    with a second one for the ``critic`` (``step`` then returns five values). All forms give the same groups. A nested
+    entry is a group named by its path, such as ``robot.q``; vectors of integers become float32.
 
     ``extras["time_outs"]`` (all flags ``[N]`` or ``[N, 1]``, of any dtype) makes a done row ``truncated``, every other
     done row is ``terminated``. ``extras["final_observations"]``, ``["final_obs"]`` or ``["time_outs_obs"]``, in any of
@@ -40,9 +42,10 @@ class VecEnvAdapter(SelfResettingEnv):
 
     Keys, for ``N`` environments: the groups; ``action`` ``[N, num_actions]``, bounded when the inner environment has a
     Gymnasium box ``single_action_space``; ``("next", "reward")`` ``[N, 1]`` and the three done flags;
-    ``("next", "final_obs_missing")`` ``[N, 1]``; ``("next", "metrics", name)`` ``[N, 1]`` for each ``log_keys``, the
-    mean that the inner environment reported last, repeated in every row; and ``("next", "reward_groups", name)``
-    ``[N, 1]``: ``task`` from ``extras["rg"]``, ``style`` from ``extras["rs"]``, ``penalty`` from ``extras["rp"]``.
+    ``("next", "final_obs_missing")`` ``[N, 1]``; ``("next", "metrics", name)`` ``[N, 1]`` for each name in
+    ``extras["log"]`` (or ``["episode"]``), the mean that the inner environment reported last, repeated in every row,
+    and NaN before the first report; and ``("next", "reward_groups", name)`` ``[N, 1]``: ``task`` from ``extras["rg"]``,
+    ``style`` from ``extras["rs"]``, ``penalty`` from ``extras["rp"]``.
 
     The first ``reset`` hands out the episodes that the inner environment has started by itself, as rsl_rl's runner
     does. Later ones, and rows that are reset before they ended, need ``reset()``, ``reset(env_ids=...)`` or
@@ -50,8 +53,9 @@ class VecEnvAdapter(SelfResettingEnv):
 
     Args:
         env: the inner environment.
-        log_keys: names in ``extras["log"]`` (or ``["episode"]``) to report; default: those in ``env.extras`` (or
-            ``env.unwrapped.extras``) now. TorchRL needs them before the first step.
+        log_keys: names of metrics that the specs declare; default: those in ``env.extras`` (or
+            ``env.unwrapped.extras``) now. Others are reported, too, but TorchRL's own collectors drop them, and so do
+            the workers of ``edenrl.collectors.make_collector``: list them here for those.
         reward_groups: whether ``extras`` holds reward groups; default: whether ``env.extras`` holds them now.
 
     Raises:
@@ -64,6 +68,8 @@ class VecEnvAdapter(SelfResettingEnv):
         >>> env.rollout(3)["observation"].shape
         torch.Size([4, 3, 14])
     """
+
+    _names_option = "log_keys"
 
     def __init__(self, env: Any, *, log_keys: Sequence[str] | None = None, reward_groups: bool | None = None) -> None:
         needed = ("num_envs", "num_actions", "device", "get_observations", "step")
@@ -143,19 +149,11 @@ class VecEnvAdapter(SelfResettingEnv):
         )
 
     def _read_extras(self, extras: Mapping[str, Any]) -> dict[str, Any]:
-        log = _log_of(extras)
-        if unknown := [name for name in log if name not in self._metrics]:
-            self._say(
-                "log",
-                f"{self._name} logs {unknown}, which it did not announce in its `extras` when it was wrapped. Pass "
-                "VecEnvAdapter(env, log_keys=[...]) to see them.",
-            )
-        for name in self._metrics:
-            value = log.get(name)
+        for name, value in _log_of(extras).items():
             if isinstance(value, Tensor) and value.numel():
-                self._metrics[name] = value.detach().to(self.device, self._float).mean()
+                self._report(name, value.to(self.device, self._float).mean())
             elif isinstance(value, Real):
-                self._metrics[name] = torch.full((), float(value), device=self.device, dtype=self._float)
+                self._report(name, torch.full((), float(value), device=self.device, dtype=self._float))
         if not self._reward_groups:
             if all(name in extras for name in REWARD_GROUPS):
                 self._say(
@@ -247,9 +245,8 @@ def _groups(observation: Any, num_envs: int, name: str) -> TensorDict:
             f"{name} returned observations of type {type(observation).__name__}; expected a TensorDict or dict of "
             "groups, a tensor, or a tensor with a dict of further groups."
         )
-    if wrong := {key: type(value).__name__ for key, value in groups.items() if not _is_group(value)}:
-        raise TypeError(f"{name} returned observation groups {wrong}; expected tensors, or dicts of tensors.")
-    shapes = {key: tuple(value.shape) for key, value in groups.items() if isinstance(value, Tensor)}
+    groups = as_groups(name, groups)
+    shapes = {key: tuple(value.shape) for key, value in groups.items()}
     if short := {key: shape for key, shape in shapes.items() if shape[:1] != (num_envs,)}:
         raise ValueError(
             f"{name} returned observations of shape {short}; expected [{num_envs}, ...], one row per environment."
@@ -264,9 +261,3 @@ def _wide(entries: Mapping[str, Any] | TensorDictBase, num_envs: int) -> dict[st
         for key, value in entries.items()
         if isinstance(value, Tensor) and value.dim() > 1 and value.shape[0] == num_envs
     }
-
-
-def _is_group(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return all(map(_is_group, value.values()))
-    return isinstance(value, (Tensor, TensorDictBase))

@@ -13,12 +13,11 @@ from torchrl.data import Bounded
 from torchrl.envs import EnvBase, TransformedEnv
 from torchrl.envs.utils import step_mdp
 
+from edenrl.envs.observations import BESIDE_GROUPS
 from edenrl.envs.self_resetting import find_time_limit
 from edenrl.envs.vec_env import REWARD_GROUPS
 
 __all__ = ["as_vec_env"]
-
-_NOT_GROUPS = ("metrics", "reward_groups", "final_obs_missing")
 
 
 def as_vec_env(env: EnvBase, *, max_episode_length: int | None = None) -> Any:
@@ -82,7 +81,7 @@ class _VecEnvView:
         self.episode_length_buf = torch.zeros(self.num_envs, dtype=torch.long, device=self.device)
         self.cfg = {"env": type(core).__name__, "num_envs": self.num_envs, "max_episode_length": int(limit)}
         spec = env.observation_spec
-        self._groups = [key for key in spec.keys() if key not in _NOT_GROUPS]
+        self._groups = [key for key in spec.keys() if key not in BESIDE_GROUPS]
         self._metrics = self._columns_under("metrics")
         groups = self._columns_under("reward_groups")
         self._reward_groups = {name: group for name, group in REWARD_GROUPS.items() if group in groups}

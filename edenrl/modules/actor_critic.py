@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,7 +11,7 @@ import torch
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
-from torchrl.data import Binary, Bounded, Categorical, Composite, MultiCategorical, MultiOneHot, OneHot, TensorSpec
+from torchrl.data import Bounded, Categorical, Composite, MultiCategorical, MultiOneHot, OneHot, TensorSpec
 from torchrl.modules import IndependentNormal, ProbabilisticActor, TanhNormal, ValueOperator
 
 from edenrl.modules.mlp import GaussianMLP, GroupMLP
@@ -23,7 +25,8 @@ __all__ = [
     "value_critic",
 ]
 
-_DISCRETE = (Categorical, OneHot, Binary, MultiCategorical, MultiOneHot)
+# What environments publish for the log and for losses, not for a policy.
+_NOT_OBSERVED = ("metrics", "reward_groups")
 
 
 def observation_groups(spec: Composite, names: Sequence[str] | None = None) -> dict[str, int]:
@@ -34,7 +37,7 @@ def observation_groups(spec: Composite, names: Sequence[str] | None = None) -> d
     Args:
         spec: the observation spec of the environment without book-keeping transforms.
         names: the groups wanted, in order; ``None`` takes every floating-point vector, in the environment's order, and
-            leaves images and integers out.
+            warns about what it leaves out: images, integers, nested entries.
 
     Raises:
         ValueError: if a named group is missing or is not a vector, listing what the environment publishes.
@@ -52,11 +55,21 @@ def observation_groups(spec: Composite, names: Sequence[str] | None = None) -> d
         if not isinstance(leaf, Composite) and leaf.dtype.is_floating_point and len(leaf.shape) == batch_dims + 1
     }
     wanted = list(vectors) if names is None else list(names)
+    others = {
+        key if isinstance(key, str) else ".".join(key): f"{leaf.dtype} {tuple(leaf.shape[batch_dims:])}"
+        for key, leaf in spec.items(True, True)
+        if key not in vectors and leaf.dtype != torch.bool and (isinstance(key, str) or key[0] not in _NOT_OBSERVED)
+    }
     if not wanted:
-        others = {name: f"{leaf.dtype} {tuple(leaf.shape[batch_dims:])}" for name, leaf in spec.items()}
         raise ValueError(
             f"No observation group to read: none of {others} is a floating-point vector. Convert them at the "
             "environment, for example with TorchRL's OneHot, FlattenObservation or ToTensorImage transforms."
+        )
+    if names is None and others:
+        warnings.warn(
+            f"The networks read the observation groups {vectors}. They do not read {others}: only floating-point "
+            "vectors at the root are read. Convert the others at the environment, or write a network that reads them.",
+            stacklevel=2,
         )
     for name in wanted:
         if name not in vectors:
@@ -98,7 +111,9 @@ def gaussian_actor(
         (torch.Size([4, 12]), torch.Size([4]))
     """
     dim = _action_width(action_spec)
-    bounds = _box(action_spec) if squash else {}
+    bounds = {}
+    if squash:
+        bounds = tanh_bounds(action_spec, "or do without the tanh: squash=False (--env.action_mode clip)")
     net = GaussianMLP(sum(groups.values()), dim, **network) if build is None else build(groups, dim, **network)
     return ProbabilisticActor(
         TensorDictModule(net, in_keys=list(groups), out_keys=["loc", "scale"]),
@@ -115,11 +130,12 @@ def _action_width(action_spec: TensorSpec | int) -> int:
     """The number of actions, of a spec that a Gaussian can fill."""
     if isinstance(action_spec, int):
         return action_spec
-    if isinstance(action_spec, _DISCRETE):
+    if is_one_categorical(action_spec):
         raise ValueError(
             f"A Gaussian actor cannot drive the discrete action space {type(action_spec).__name__}"
             f"(shape {tuple(action_spec.shape)}). Use categorical_actor, or make_actor to choose from the spec."
         )
+    refuse_several_discrete(action_spec)
     if isinstance(action_spec, Composite) or len(action_spec.shape) != 1 or not action_spec.dtype.is_floating_point:
         raise ValueError(
             f"A Gaussian actor needs a floating-point action vector, got {type(action_spec).__name__} of shape "
@@ -128,12 +144,48 @@ def _action_width(action_spec: TensorSpec | int) -> int:
     return int(action_spec.shape[-1])
 
 
-def _box(action_spec: TensorSpec | int) -> dict[str, Tensor]:
-    """The bounds of an action spec, as tensors on its device: TanhNormal broadcasts them over the batch."""
-    space = action_spec.space if isinstance(action_spec, Bounded) else None
-    if space is None or not bool((space.low.isfinite() & space.high.isfinite()).all()):
-        raise ValueError(f"squash=True needs an action spec with finite bounds, got {action_spec}. Set squash=False.")
-    return {"low": space.low, "high": space.high}
+def refuse_several_discrete(action_spec: TensorSpec) -> None:
+    """Refuses actions of several integers: no actor draws them, but one discrete action can stand for all."""
+    if isinstance(action_spec, OneHot) and not isinstance(action_spec, MultiOneHot):
+        raise ValueError(
+            "No actor of this library draws one-hot actions; it takes one discrete action as an integer. Build the "
+            "environment with categorical_action_encoding=True."
+        )
+    if not isinstance(action_spec, Composite) and not action_spec.dtype.is_floating_point:
+        raise ValueError(
+            f"No actor of this library draws {type(action_spec).__name__} actions of shape {tuple(action_spec.shape)} "
+            f"and {action_spec.dtype}: it takes one discrete action, or a vector of real numbers. Number the "
+            "combinations and let PPO draw one of them: gymnasium.wrappers.TransformAction(env, lambda action: "
+            "np.stack(np.unravel_index(action, shape)), spaces.Discrete(math.prod(shape))), where shape has the number "
+            "of values of each component."
+        )
+
+
+def tanh_bounds(action_spec: TensorSpec | int, advice: str) -> dict[str, Tensor]:
+    """The bounds of an action that a tanh can fill, as tensors on their device: TanhNormal broadcasts them.
+
+    Args:
+        action_spec: the unbatched action spec.
+        advice: what else a user can do, for the message: "or ...".
+
+    Raises:
+        ValueError: no bounds, or components whose bounds are infinite or equal.
+    """
+    if not isinstance(action_spec, Bounded):
+        raise ValueError(
+            "A policy that ends in a tanh needs finite action bounds, and the environment declares none. Declare "
+            f"them, {advice}."
+        )
+    low, high = action_spec.space.low, action_spec.space.high
+    bounds = list(zip(low.flatten().tolist(), high.flatten().tolist(), strict=True))
+    wrong = [i for i, (least, most) in enumerate(bounds) if not (math.isfinite(most - least) and least < most)]
+    if wrong:
+        found = ", ".join(f"component {i} has [{bounds[i][0]:g}, {bounds[i][1]:g}]" for i in wrong)
+        raise ValueError(
+            f"A policy that ends in a tanh needs finite action bounds with low < high; {found}. Change the bounds of "
+            f"the environment (a component that cannot move does not belong to the action), {advice}."
+        )
+    return {"low": low, "high": high}
 
 
 def categorical_actor(groups: Mapping[str, int], action_spec: Categorical | int, **network: Any) -> ProbabilisticActor:
@@ -155,7 +207,8 @@ def categorical_actor(groups: Mapping[str, int], action_spec: Categorical | int,
         >>> actor(TensorDict(observation=torch.zeros(5, 4), batch_size=[5]))["action"].shape
         torch.Size([5])
     """
-    if not isinstance(action_spec, int) and not _is_one_categorical(action_spec):
+    if not isinstance(action_spec, int) and not is_one_categorical(action_spec):
+        refuse_several_discrete(action_spec)
         raise ValueError(
             f"A categorical actor needs one discrete action, got {type(action_spec).__name__} of shape "
             f"{tuple(action_spec.shape)}. Use gaussian_actor for continuous actions."
@@ -187,14 +240,15 @@ def make_actor(
         >>> make_actor({"observation": 4}, Categorical(2)).out_keys
         ['logits', 'action', 'action_log_prob']
     """
-    if _is_one_categorical(action_spec):
+    if is_one_categorical(action_spec):
         return categorical_actor(groups, action_spec, **network)
     return gaussian_actor(groups, action_spec, init_std=init_std, squash=squash, **network)
 
 
-def _is_one_categorical(spec: TensorSpec) -> bool:
-    # A MultiCategorical, which is several actions at once, is a Categorical too.
-    return isinstance(spec, Categorical) and not isinstance(spec, MultiCategorical)
+def is_one_categorical(spec: TensorSpec) -> bool:
+    """Whether an unbatched action spec is one discrete action, as an integer."""
+    # A MultiCategorical, which is several actions at once, is a Categorical too; so is a batch of them.
+    return isinstance(spec, Categorical) and not isinstance(spec, MultiCategorical) and not spec.shape
 
 
 def value_critic(groups: Mapping[str, int], num_values: int = 1, **network: Any) -> ValueOperator:

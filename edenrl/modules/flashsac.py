@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torchrl.data import TensorSpec
 from torchrl.modules import ProbabilisticActor
 
-from edenrl.modules.actor_critic import gaussian_actor
+from edenrl.modules.actor_critic import gaussian_actor, is_one_categorical, refuse_several_discrete, tanh_bounds
 from edenrl.modules.mlp import concatenate
 from edenrl.modules.projection import require_sizes
 from edenrl.modules.unit_norm import UnitBatchNorm, UnitLinear, UnitRMSNorm
@@ -207,7 +207,7 @@ def flash_actor(groups: Mapping[str, int], action_spec: TensorSpec, **network: A
         network: options of ``FlashActor``: hidden_dim, num_blocks, expansion.
 
     Raises:
-        ValueError: for an action spec that is not a floating-point vector with finite bounds.
+        ValueError: for an action spec that is not a floating-point vector with finite bounds, low < high.
 
     Examples:
         >>> from tensordict import TensorDict
@@ -217,11 +217,14 @@ def flash_actor(groups: Mapping[str, int], action_spec: TensorSpec, **network: A
         >>> bool((td["action"] <= 1).all()), td["action"].shape
         (True, torch.Size([4, 12]))
     """
-    if not action_spec.dtype.is_floating_point:
+    if is_one_categorical(action_spec):
         raise ValueError(
             f"FlashSAC needs continuous actions in a box, got {type(action_spec).__name__} of {action_spec.dtype}. "
             "Choose another environment, or an algorithm for discrete actions such as PPO."
         )
+    refuse_several_discrete(action_spec)
+    # Here, because the squash that `gaussian_actor` would tell about is no choice of FlashSAC's.
+    tanh_bounds(action_spec, "or choose an algorithm without a tanh, such as PPO")
     return gaussian_actor(groups, action_spec, squash=True, build=FlashActor, **network)
 
 

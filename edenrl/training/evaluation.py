@@ -11,6 +11,8 @@ from torchrl.checkpoint import GlobalRNGState
 from torchrl.envs import EnvBase
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
+from edenrl.envs.self_resetting import recorded_metrics
+
 __all__ = ["evaluate"]
 
 
@@ -70,7 +72,8 @@ def evaluate(
         for part in modes:
             part.training = False
         with torch.no_grad(), set_exploration_type(ExplorationType.DETERMINISTIC):
-            finished = _play(policy, env, num_episodes, max_steps)
+            with recorded_metrics(env) as unannounced:
+                finished = _play(policy, env, num_episodes, max_steps, unannounced)
     finally:
         for part, mode in modes.items():
             part.training = mode
@@ -80,7 +83,9 @@ def evaluate(
     return _summarize(finished)
 
 
-def _play(policy: Policy, env: EnvBase, num_episodes: int, max_steps: int) -> dict[str, torch.Tensor]:
+def _play(
+    policy: Policy, env: EnvBase, num_episodes: int, max_steps: int, unannounced: list[dict[str, torch.Tensor]]
+) -> dict[str, torch.Tensor]:
     """Steps until every row finished its quota of episodes; returns the values at the end of each."""
     td = env.reset()
     rows = env.batch_size.numel()
@@ -93,6 +98,9 @@ def _play(policy: Policy, env: EnvBase, num_episodes: int, max_steps: int) -> di
     for _ in range(max_steps):
         stepped, td = env.step_and_maybe_reset(policy(td))
         result = stepped["next"]
+        metrics = dict(result["metrics"].items()) if "metrics" in result.keys() else {}
+        if unannounced:
+            metrics |= unannounced.pop()
         total += result["reward"].reshape(rows)
         length += 1
         done = result["done"].reshape(rows)
@@ -101,7 +109,7 @@ def _play(policy: Policy, env: EnvBase, num_episodes: int, max_steps: int) -> di
         counted = done & (count < quota)
         ended["return"].append(total[counted])
         ended["length"].append(length[counted])
-        for name, value in result.get("metrics").items() if "metrics" in result.keys() else ():
+        for name, value in metrics.items():
             ended.setdefault(name, []).append(value.reshape(rows)[counted].double())
         count += done
         total[done], length[done] = 0.0, 0.0

@@ -42,7 +42,8 @@ def rollout_metrics(rollout: TensorDictBase, box: tuple[Tensor, Tensor] | None =
     """What a rollout says about behaviour, as scalar tensors.
 
     ``episode/return``, ``episode/length``, ``episode/success_rate`` and one entry per ``("next", "metrics", name)`` are
-    means over the episodes that ended in the rollout (NaN when none did); ``episode/count`` is their number. With
+    means over the episodes that ended in the rollout (NaN when none did, or when an environment had not reported a
+    metric yet); ``episode/count`` is their number. With
     ``box``, ``action_saturation`` is the share of action components at or beyond a bound.
 
     Args:
@@ -72,6 +73,23 @@ def rollout_metrics(rollout: TensorDictBase, box: tuple[Tensor, Tensor] | None =
     if box is not None:
         out["action_saturation"] = action_saturation(rollout["action"], box)
     return out
+
+
+def _joined(rollouts: Sequence[TensorDictBase]) -> TensorDictBase:
+    """Rollouts joined along time; a metric that the first ones lack, because it came later, is NaN there."""
+    if len(rollouts) == 1:
+        return rollouts[0]
+    published = [rollout.get(("next", "metrics"), None) for rollout in rollouts]
+    leaves = {name: leaf for metrics in published if metrics is not None for name, leaf in metrics.items()}
+    filled = []
+    for rollout in rollouts:
+        rollout = rollout.copy()
+        for name, leaf in leaves.items():
+            if rollout.get(("next", "metrics", name), None) is None:
+                shape = (*rollout.batch_size, *leaf.shape[rollout.ndim :])
+                rollout["next", "metrics", name] = leaf.new_full(shape, math.nan)
+        filled.append(rollout)
+    return torch.cat(filled, 1)
 
 
 class IterationMetrics:
@@ -123,8 +141,7 @@ class IterationMetrics:
         """All metrics as numbers."""
         metrics: dict[str, Tensor | float] = {**average(self._records)}
         if self._rollouts:
-            whole = self._rollouts[0] if len(self._rollouts) == 1 else torch.cat(self._rollouts, 1)
-            metrics |= rollout_metrics(whole, self.box)
+            metrics |= rollout_metrics(_joined(self._rollouts), self.box)
         if self.steps:
             metrics["skipped_updates"] = float(sum(step.skipped for step in self.steps))
         metrics |= self._logged

@@ -104,8 +104,6 @@ class Case:
     """Whether ``dtype`` can be chosen."""
     gradient: bool = False
     """Whether the reward of a step depends on the action of the one before, differentiably."""
-    starts_seeded: bool = True
-    """Whether the first reset after ``seed=s`` and after ``set_seed(s)`` draw the same."""
     partial: bool = True
     """Whether rows can be reset before they ended."""
     resumes: bool = True
@@ -186,7 +184,6 @@ CASES = {
         {**ROBOT, **metrics(*ROBOT_METRICS)},
         (12,),
         wrong=ROBOT_WRONG,
-        starts_seeded=False,
     ),
     "QuadrupedTerrain": Case(
         QuadrupedTerrain,
@@ -194,7 +191,6 @@ CASES = {
         {**ROBOT, **metrics(*ROBOT_METRICS)},
         (12,),
         wrong={**ROBOT_WRONG, "kinds": ["lava"]},
-        starts_seeded=False,
     ),
     "gym:Pendulum-v1": Case(
         GymVectorEnv, gym("Pendulum-v1"), {"observation": (3,)}, (1,), wrong={"vectorization": "ray"}
@@ -248,7 +244,8 @@ def assert_equal(found: TensorDictBase, expected: TensorDictBase) -> None:
     keys = set(expected.keys(True, True))
     assert set(found.keys(True, True)) == keys
     for key in keys:
-        assert torch.equal(found[key], expected[key]), key
+        # Metrics are NaN until the environment reports them.
+        torch.testing.assert_close(found[key], expected[key], rtol=0, atol=0, equal_nan=True, msg=str(key))
 
 
 # What holds -----------------------------------------------------------------------------------------------------------
@@ -312,8 +309,7 @@ def test_the_seed_decides(name: str) -> None:
 
     assert_equal(run(7), run(7, generator=3))
     assert_equal(run(8, later=7), run(9, later=7))
-    if CASES[name].starts_seeded:
-        assert_equal(run(7), run(8, later=7))
+    assert_equal(run(7), run(8, later=7))
     assert_equal(run(None, generator=5), run(None, generator=5))
     key = next(iter(CASES[name].observations))
     for other in (run(8), run(None, generator=5)):

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from torch import Tensor
+from tensordict.nn import TensorDictModule
+from torch import Tensor, nn
 from torchrl.data import Bounded, Unbounded
 from torchrl.envs.utils import check_env_specs
 
-from edenrl.collectors import Collector
+from edenrl.collectors import Collector, DifferentiableCollector
 from edenrl.envs import (
     DifferentiableVecEnv,
     LearningEnvAdapter,
@@ -162,7 +163,7 @@ def test_a_row_that_was_reset_carries_no_gradient_into_the_episode_before(final:
     torch.testing.assert_close(of_later, torch.tensor([[0.0], [-0.18]]))
 
 
-def test_metrics_per_environment_and_for_all(caplog: pytest.LogCaptureFixture) -> None:
+def test_metrics_per_environment_and_for_all() -> None:
     inner = Line((2, 2))
     inner.info = {"success": torch.tensor([True, False]), "metrics": {"distance": torch.tensor([1.0, 4.0]), "level": 3}}
     data = next(iter(Collector(wrap_env(LearningEnvAdapter(inner)), None, frames_per_batch=8, total_frames=-1)))
@@ -172,11 +173,14 @@ def test_metrics_per_environment_and_for_all(caplog: pytest.LogCaptureFixture) -
     assert metrics["episode/level"].item() == 3
     assert data["metrics", "distance"].squeeze(-1).tolist() == [[0, 1, 0, 1], [0, 4, 0, 4]]
 
-    late = Line()
+    late = Line((2, 2))
     env = LearningEnvAdapter(late)
-    late.info = inner.info
-    assert "metrics" not in env.rollout(3, break_when_any_done=False)["next"].keys()
-    assert caplog.text.count("Pass LearningEnvAdapter(env, metric_keys=[...])") == 1
+    late.info = {**inner.info, "metrics": {**inner.info["metrics"], "word": "no number"}}
+    unannounced = next(iter(Collector(wrap_env(env), None, frames_per_batch=8, total_frames=-1)))
+    metrics = rollout_metrics(unannounced)
+    assert metrics["episode/success_rate"].item() == 0.5
+    assert metrics["episode/distance"].item() == 2.5
+    assert set(unannounced["next", "metrics"].keys()) == {"success", "distance", "level"}
     named = LearningEnvAdapter(late, metric_keys=["success"])
     assert named.rollout(2)["next", "metrics", "success"][:, 0].squeeze(-1).tolist() == [1, 0]
 
@@ -236,3 +240,14 @@ def test_what_does_not_fit_is_refused() -> None:
 
     with pytest.raises(ValueError, match="Diverges returned values that are not finite: 'reward' in 1 of 2"):
         LearningEnvAdapter(Diverges()).rollout(2)
+
+
+def test_metrics_that_come_late_reach_differentiable_segments() -> None:
+    inner = Line((9, 9))
+    env = LearningEnvAdapter(inner)
+    policy = TensorDictModule(nn.Linear(1, 1), in_keys=["observation"], out_keys=["action"])
+    collector = DifferentiableCollector(wrap_env(env, action_mode="none"), policy, 3)
+    next(iter(collector.update()))
+    inner.info = {"metrics": {"distance": torch.tensor([1.0, 4.0])}}
+    (data,) = collector.update()
+    assert data["next", "metrics", "distance"].squeeze(-1).tolist() == [[1.0] * 3, [4.0] * 3]

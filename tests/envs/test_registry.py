@@ -6,11 +6,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import gymnasium
 import pytest
 import torch
 from torchrl.envs import EnvBase
 
-from edenrl.envs import PointMass, make_env, register_env, registered_envs, registry
+from edenrl.envs import GymVectorEnv, PointMass, make_env, register_env, registered_envs, registry
 
 
 @pytest.fixture(autouse=True)
@@ -135,16 +136,59 @@ class Mine(PointMass):
 
 number = 3
 """
+GYM_MODULE = """
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+
+class Slide(gymnasium.Env):
+    action_space = spaces.Box(-1.0, 1.0, (1,))
+
+    def __init__(self, width=2, start=0.5):
+        self.observation_space = spaces.Box(-9, 9, (width,))
+        self.start = start
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.x = self.np_random.uniform(-self.start, self.start, self.observation_space.shape).astype(np.float32)
+        return self.x, {}
+
+    def step(self, action):
+        self.x = np.clip(self.x + 0.1 * action, -9, 9).astype(np.float32)
+        return self.x, -float(abs(self.x).sum()), False, False, {}
+
+
+def make(width=2, **kwargs):
+    return gymnasium.wrappers.TimeLimit(Slide(width, **kwargs), 4)
+
+
+def with_num_envs(num_envs, *, device, seed):
+    return Slide()
+
+
+def seeded(seed):
+    return Slide()
+
+
+def nothing():
+    return 3
+
+
+gymnasium.register("Slide-v0", Slide, max_episode_steps=6)
+"""
 
 
 @pytest.fixture
 def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working directory with a module of the user's own."""
     (tmp_path / "my_robots.py").write_text(MODULE)
+    (tmp_path / "my_slide.py").write_text(GYM_MODULE)
     (tmp_path / "my_broken.py").write_text("import no_such_package")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry != ""])
-    for name in ("my_robots", "my_broken"):
+    monkeypatch.delitem(gymnasium.registry, "Slide-v0", raising=False)
+    for name in ("my_robots", "my_broken", "my_slide"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     return tmp_path
 
@@ -154,6 +198,72 @@ def test_a_factory_in_the_users_own_module_is_named_by_module_and_factory(in_fol
     assert env.batch_size == (3,) and env.max_episode_length == 7
     assert type(make_env("my_robots:Mine", 2)).__name__ == "Mine"
     assert isinstance(make_env("edenrl.envs:PointMass", 1), PointMass)
+
+
+def ends(env: EnvBase) -> int:
+    return int(env.rollout(12, break_when_any_done=False)["next", "truncated"].sum())
+
+
+@pytest.mark.parametrize("num_envs", [1, 3])
+@pytest.mark.parametrize(
+    ("name", "kwargs", "width", "episodes"),
+    [
+        ("my_slide:Slide-v0", {}, 2, 2),
+        ("my_slide:Slide-v0", {"width": 5, "max_episode_steps": 3}, 5, 4),
+        ("gym:my_slide:Slide-v0", {}, 2, 2),
+        ("my_slide:Slide", {}, 2, 0),
+        ("my_slide:Slide", {"width": 4, "max_episode_steps": 4}, 4, 3),
+        ("my_slide:make", {"width": 3}, 3, 3),
+    ],
+)
+def test_gymnasium_environments_in_the_users_own_module(
+    in_folder: Path, name: str, kwargs: dict[str, int], width: int, episodes: int, num_envs: int
+) -> None:
+    env = make_env(name, num_envs, seed=3, **kwargs)
+    assert isinstance(env, GymVectorEnv) and env.batch_size == (num_envs,)
+    assert env.observation_spec["observation"].shape == (num_envs, width)
+    assert ends(env) == episodes * num_envs
+    starts = [make_env(name, num_envs, seed=seed, **kwargs).reset()["observation"] for seed in (3, 3, 4)]
+    assert torch.equal(starts[0], starts[1]) and not torch.equal(starts[0], starts[2])
+
+
+def test_what_takes_a_number_of_environments_is_called_with_it() -> None:
+    def counted(n: int, **kwargs: object) -> EnvBase:
+        return PointMass(n, **kwargs)  # type: ignore[arg-type]
+
+    def listed(*args: int, **kwargs: object) -> EnvBase:
+        return PointMass(*args, **kwargs)  # type: ignore[arg-type]
+
+    for factory in (counted, listed, lambda n, device, seed: PointMass(n, seed=seed)):
+        register_env("Counted", factory, override=True)
+        assert make_env("Counted", 3).batch_size == (3,)
+
+
+def test_registered_gymnasium_classes_and_factories_are_built_too(in_folder: Path) -> None:
+    make_env("my_slide:Slide", 1)
+    module = sys.modules["my_slide"]
+    register_env("Sliding", module.Slide)
+    register_env("SlidingShort", module.make)
+    register_env("SlidingLambda", lambda width: module.Slide(width))
+    assert make_env("sliding", 2, width=7, max_episode_steps=2).observation_spec["observation"].shape == (2, 7)
+    assert ends(make_env("slidingshort", 2)) == 6
+    assert make_env("slidinglambda", 2, width=6).observation_spec["observation"].shape == (2, 6)
+    env = make_env("Sliding", 2, vectorization="async")
+    assert env.reset()["observation"].shape == (2, 2)
+    env.close()
+
+
+def test_mistakes_in_gymnasium_factories_are_named(in_folder: Path) -> None:
+    with pytest.raises(ValueError, match="'my_slide:with_num_envs' returned a Slide; .*single Gymnasium environment"):
+        make_env("my_slide:with_num_envs", 2)
+    with pytest.raises(ValueError, match="'my_slide:seeded' takes .*single Gymnasium environment takes none"):
+        make_env("my_slide:seeded", 2)
+    with pytest.raises(ValueError, match="'my_slide:nothing' cannot be built.*gymnasium.Env"):
+        make_env("my_slide:nothing", 2)
+    with pytest.raises(ValueError, match="'my_slide:Slide' does not take the arguments {'wide': 2}"):
+        make_env("my_slide:Slide", 2, wide=2)
+    with pytest.raises(ValueError, match="'my_slide' has no function or class 'Slide-v1'.*Slide-v0"):
+        make_env("my_slide:Slide-v1", 2)
 
 
 def test_mistakes_in_module_and_factory_are_named(in_folder: Path) -> None:

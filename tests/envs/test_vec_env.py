@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,11 @@ from torchrl.envs import EnvBase, StepCounter, TransformedEnv
 from edenrl.collectors import Collector
 from edenrl.config import load_config
 from edenrl.envs import PointMass, VecEnvAdapter, action_box, as_vec_env, make_env, register_env, registry, wrap_env
+from edenrl.envs.self_resetting import recorded_metrics
 from edenrl.modules import make_actor, observation_groups, value_critic
 from edenrl.objectives import GAE
-from edenrl.training import build_env, load_policy_weights, read_metrics, rollout_metrics
+from edenrl.training import build_env, evaluate, load_policy_weights, read_metrics, rollout_metrics
+from edenrl.training.metrics import IterationMetrics
 
 # One list per environment of (observations of an episode from its first to its last, how it ends); rewards are 1.
 SCRIPT = [
@@ -270,7 +273,7 @@ def test_log_probabilities_and_values_recomputed_from_overwritten_buffers_match(
     torch.testing.assert_close(value, data["state_value"], rtol=1e-5, atol=1e-5)
 
 
-def test_the_log_reaches_the_metrics_of_a_rollout(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_reaches_the_metrics_of_a_rollout() -> None:
     log = {"Episode_Reward/track": torch.tensor([1.0, 2.0, 6.0]), "Curriculum/level": 0.5, "new": 1.0}
     inner = ScriptedVecEnv(extras={"log": log})
     inner.extras = {"log": {"Episode_Reward/track": 0.0, "Curriculum/level": 0.0}}  # type: ignore[attr-defined]
@@ -279,9 +282,74 @@ def test_the_log_reaches_the_metrics_of_a_rollout(caplog: pytest.LogCaptureFixtu
     assert metrics["episode/Episode_Reward/track"].item() == 3.0
     assert metrics["episode/Curriculum/level"].item() == 0.5
     assert metrics["episode/count"].item() == 3
-    said = [record.message for record in caplog.records if "log_keys" in record.message]
-    assert len(said) == 1 and "['new']" in said[0]
-    assert rollout_metrics(collect(ScriptedVecEnv(extras={"log": log}), log_keys=["new"]))["episode/new"].item() == 1.0
+    assert metrics["episode/new"].item() == 1.0
+
+
+class LateLog(ScriptedVecEnv):
+    """Logs `late` from step `first` on, its number then; row i ends every `lengths[i]` steps."""
+
+    def __init__(self, first: int, lengths: list[int], announced: bool) -> None:
+        super().__init__([[([0.0] * (length + 1), "time_out")] * 40 for length in lengths])
+        self.first = first
+        if announced:
+            self.extras = {"log": {"late": 0.0}}
+
+    def step(self, actions: Tensor) -> tuple[Any, ...]:
+        *rest, extras = super().step(actions)
+        count = len(self.actions)
+        value = torch.full((5,), float(count)) if count % 2 else float(count)
+        return *rest, {**extras, **({"log": {"late": value}} if count >= self.first else {})}
+
+
+@pytest.mark.parametrize("announced", [False, True])
+@pytest.mark.parametrize(("first", "lengths"), [(3, [2, 5, 9]), (6, [3, 3]), (11, [1, 2, 3, 4])])
+def test_a_log_counts_from_the_step_in_which_it_comes(first: int, lengths: list[int], announced: bool) -> None:
+    env, steps = wrap_env(VecEnvAdapter(LateLog(first, lengths, announced))), 5
+    collector = iter(Collector(env, None, frames_per_batch=steps * len(lengths), total_frames=-1))
+    for batch in range(4):
+        data = next(collector)
+        begun = batch * steps
+        expected = [float(t) if t >= first else math.nan for t in range(begun + 1, begun + steps + 1)]
+        if announced or begun + steps >= first:
+            found = data["next", "metrics", "late"].squeeze(-1)
+            torch.testing.assert_close(found, torch.tensor([expected] * len(lengths)), equal_nan=True)
+        ended = [t for t in range(begun + 1, begun + steps + 1) for length in lengths if t % length == 0]
+        mean = rollout_metrics(data).get("episode/late", torch.tensor(math.nan)).item()
+        if ended and min(ended) >= first:
+            assert mean == pytest.approx(sum(ended) / len(ended))
+        else:
+            assert math.isnan(mean)
+
+
+def test_short_rollouts_of_an_iteration_join_although_the_metric_came_later() -> None:
+    env = wrap_env(VecEnvAdapter(LateLog(4, [1, 2], False)))
+    collector, metrics = iter(Collector(env, None, frames_per_batch=2, total_frames=-1)), IterationMetrics()
+    for _ in range(6):
+        metrics.watch(next(collector))
+    assert math.isnan(metrics.row()["episode/late"])
+    metrics.clear()
+    for _ in range(2):
+        metrics.watch(next(collector))
+    assert metrics.row()["episode/late"] == pytest.approx((7 + 8 + 8) / 3)
+
+
+def test_an_evaluation_averages_what_came_over_the_episodes_that_have_it() -> None:
+    def policy(data: TensorDictBase) -> TensorDictBase:
+        return data.set("action", torch.zeros(2, 2))
+
+    result = evaluate(policy, lambda rows: wrap_env(VecEnvAdapter(LateLog(4, [3, 5], False))), num_episodes=4)
+    # Row 0 ends at 3 and 6, row 1 at 5 and 10.
+    assert result["late"] == pytest.approx((6 + 5 + 10) / 3)
+
+
+def test_workers_say_that_they_drop_what_was_not_announced(caplog: pytest.LogCaptureFixture) -> None:
+    from edenrl.collectors.make import _Worker
+
+    collector = iter(
+        _Worker(wrap_env(VecEnvAdapter(LateLog(2, [2], False))), None, frames_per_batch=4, total_frames=-1)
+    )
+    assert all(("next", "metrics", "late") not in next(collector).keys(True) for _ in range(2))
+    assert caplog.text.count("reports the metrics ['late']") == 1 and "VecEnvAdapter(env, log_keys=[" in caplog.text
 
 
 def test_a_log_is_held_until_the_next_one_and_weighted_by_the_episodes_that_ended() -> None:
@@ -357,15 +425,15 @@ def test_on_an_accelerator_the_host_does_not_wait_in_a_step(final: str | None) -
                     observation["critic"][2] = torch.nan
                 return observation, rewards, dones, {**extras, "log": {"level": 2.0, "height": torch.ones(3)}}
 
-    env = VecEnvAdapter(NoReads(final=final), log_keys=["level", "height"])
+    env = VecEnvAdapter(NoReads(final=final), log_keys=["level"])
     env._looking_is_free = False
     root = env.reset()
     for _ in range(2):  # until the first end of an episode, which is when the adapter learns what it has
         root = env.step_and_maybe_reset(root.set("action", torch.zeros(3, 2)))[1]
     for _ in range(3):
-        with HostReads() as reads:
+        with HostReads() as reads, recorded_metrics(env) as steps:
             env._step(TensorDict({"action": torch.zeros(3, 2)}, batch_size=[3]))
-        assert reads.count == 0
+        assert reads.count == 0 and list(steps[0]) == ["height"]
     with pytest.raises(ValueError, match="'critic' in 1 of 3 environments"):
         env.reset(TensorDict({"_reset": torch.tensor([[False], [False], [True]])}, batch_size=[3]))
 

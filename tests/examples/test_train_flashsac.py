@@ -117,7 +117,7 @@ def test_iterations_count_as_given(tmp_path):
     --algorithm.actor_groups=scam -> Observation group 'scam' does not exist
     --profile=gpu -> profile = 'gpu'
     --algorithm.batch_size=1 -> algorithm.batch_size = '1'
-    --env.name=Unbounded -> needs an action spec with finite bounds
+    --env.name=Unbounded -> or choose an algorithm without a tanh, such as PPO
     """
 )
 def test_mistakes_name_the_fix(refuses, flags, expected):

@@ -1,17 +1,19 @@
 import math
+import re
 
 import pytest
 import torch
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
-from torchrl.data import Bounded, Categorical, Composite, MultiCategorical, Unbounded
+from torchrl.data import Bounded, Categorical, Composite, MultiCategorical, OneHot, Unbounded
 
 from edenrl.modules import (
     GaussianMLP,
     GroupMLP,
     StateIndependentStd,
     categorical_actor,
+    flash_actor,
     gaussian_actor,
     make_actor,
     observation_groups,
@@ -163,18 +165,41 @@ def test_wrong_action_spaces_name_the_fix():
         gaussian_actor({"observation": 4}, Categorical(2))
     with pytest.raises(ValueError, match="Use gaussian_actor"):
         categorical_actor({"observation": 4}, Unbounded(3))
-    with pytest.raises(ValueError, match="discrete action space MultiCategorical"):
-        make_actor({"observation": 4}, MultiCategorical((2, 3)))
-    with pytest.raises(ValueError, match="finite bounds, got UnboundedContinuous"):
+    for spec in (MultiCategorical((2, 3)), Categorical(3, shape=(2,)), Bounded(0, 3, (2,), dtype=torch.int64)):
+        for build in (make_actor, gaussian_actor, categorical_actor, flash_actor):
+            with pytest.raises(ValueError, match="one discrete action.*let PPO draw.*TransformAction") as said:
+                build({"observation": 4}, spec)
+            assert "categorical_actor" not in str(said.value)
+    with pytest.raises(ValueError, match="categorical_action_encoding=True"):
+        make_actor({"observation": 4}, OneHot(3))
+    with pytest.raises(ValueError, match=r"declares none.*squash=False \(--env.action_mode clip\)"):
         gaussian_actor({"observation": 4}, Unbounded(3), squash=True)
-    with pytest.raises(ValueError, match="finite bounds"):
-        gaussian_actor({"observation": 4}, Bounded(-1.0, float("inf"), (3,)), squash=True)
     with pytest.raises(ValueError, match=r"floating-point action vector, got Composite"):
         gaussian_actor({"observation": 4}, Composite(action=Unbounded(3)))
     with pytest.raises(ValueError, match="none of {'image': 'torch.uint8"):
         observation_groups(Composite(image=Unbounded((4, 8, 8), dtype=torch.uint8), shape=(4,)))
     with pytest.raises(ValueError, match=r"Unknown activation 'gelu'; choose one of \['elu'"):
         GroupMLP(3, 1, activation="gelu")
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "named"),
+    [
+        ([-1.0, 0.5, -1.0], [1.0, 0.5, 2.0], "component 1 has [0.5, 0.5]"),
+        ([-1.0, -1.0], [1.0, float("inf")], "component 1 has [-1, inf]"),
+        ([3.0, -float("inf"), 0.0], [3.0, float("inf"), 1.0], "component 0 has [3, 3], component 1 has [-inf, inf]"),
+        ([0.0], [-1.0], "component 0 has [0, -1]"),
+    ],
+)
+def test_bounds_that_a_tanh_cannot_fill_are_named_with_what_the_algorithm_allows(low, high, named):
+    spec = Bounded(torch.tensor(low), torch.tensor(high), (len(low),))
+    with pytest.raises(ValueError, match=re.escape(named)) as said:
+        gaussian_actor({"observation": 4}, spec, squash=True)
+    assert "squash=False (--env.action_mode clip)" in str(said.value)
+    gaussian_actor({"observation": 4}, spec)
+    with pytest.raises(ValueError, match=re.escape(named)) as said:
+        flash_actor({"observation": 4}, spec)
+    assert "without a tanh, such as PPO" in str(said.value) and "squash" not in str(said.value)
 
 
 def test_actor_is_chosen_from_the_spec():

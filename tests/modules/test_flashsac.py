@@ -192,7 +192,7 @@ def test_processes_agree_on_statistics(monkeypatch):
 
 
 def test_mistakes_are_refused():
-    with pytest.raises(ValueError, match="finite bounds"):
+    with pytest.raises(ValueError, match="finite action bounds"):
         flash_actor({"a": 2}, Unbounded((2,)))
     with pytest.raises(ValueError, match="num_blocks"):
         FlashActor({"a": 2}, 1, num_blocks=0)

@@ -325,7 +325,7 @@ def test_actor_and_critic_are_the_specified_sizes():
 def test_the_actor_refuses_what_gaussian_actor_refuses():
     with pytest.raises(ValueError, match="discrete action space"):
         simba_actor(GROUPS, Categorical(3))
-    with pytest.raises(ValueError, match="finite bounds"):
+    with pytest.raises(ValueError, match="finite action bounds"):
         simba_actor(GROUPS, Unbounded((3,)), squash=True, **SMALL)
     actor = simba_actor(GROUPS, Bounded(-2.0, 2.0, (3,)), squash=True, init_std=5.0, **SMALL)
     with set_exploration_type(ExplorationType.RANDOM):

@@ -17,6 +17,7 @@ from edenrl.envs.quadruped.randomization import NOMINAL, RANDOMIZATION, draw_par
 from edenrl.envs.quadruped.rewards import reward_matrix, reward_terms
 from edenrl.envs.quadruped.simulation import DT
 from edenrl.envs.quadruped.terrain import DepthCamera
+from edenrl.envs.seeds import chosen_seed
 
 __all__ = ["Quadruped"]
 
@@ -172,11 +173,13 @@ class Quadruped(QuadrupedObservations):
         self._reward_weights = reward_matrix(rewards, term_groups)
         self._camera = DepthCamera(self._field) if "depth" in self.groups else None
         self._make_specs()
-        self._generator = torch.Generator()
-        self._set_seed(seed)
+        seed = chosen_seed(seed)
+        self._generator = torch.Generator().manual_seed(seed)
         self._rows = self._empty_rows()
         self._clock = 0
         self._restart(np.arange(num_envs))
+        # Starting above consumed numbers: seeding afterwards makes `Quadruped(seed=s)` and `set_seed(s)` agree.
+        self._set_seed(seed)
 
     def _default_commands(self) -> dict[str, tuple[float, float]]:
         return dict(COMMANDS)
@@ -218,7 +221,7 @@ class Quadruped(QuadrupedObservations):
         return rows
 
     def _set_seed(self, seed: int | None) -> None:
-        self._generator.manual_seed(int(torch.randint(2**31 - 1, ()).item()) if seed is None else seed)
+        self._generator.manual_seed(chosen_seed(seed))
 
     def _uniform(self, bounds: tuple[float, float], *shape: int) -> np.ndarray:
         low, high = bounds

@@ -1,0 +1,92 @@
+"""Seeds of rows: independent of each other, and of the rows of other seeds."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
+from gymnasium.vector import AutoresetMode
+from gymnasium.wrappers.vector import RecordEpisodeStatistics
+
+from edenrl.envs import GymVectorEnv, Quadruped, QuadrupedTerrain, make_gym_env, set_group_size, spawn_seeds
+from edenrl.envs.seeds import chosen_seed
+
+needs_mujoco = pytest.mark.skipif(importlib.util.find_spec("mujoco") is None, reason="needs mujoco")
+
+
+def starts(env_id: str, seed: int, rows: int, **options: object) -> list[tuple[float, ...]]:
+    observation = make_gym_env(env_id, rows, seed=seed, **options).reset()["observation"]
+    return [tuple(row.tolist()) for row in observation]
+
+
+@pytest.mark.parametrize("env_id", ["CartPole-v1", "Pendulum-v1"])
+@pytest.mark.parametrize(("seeds", "rows"), [((0, 1, 2), 8), ((5, 6, 7, 8), 5), ((40, 41, 47), 16)])
+def test_rows_of_neighbouring_seeds_start_apart(env_id: str, seeds: tuple[int, ...], rows: int) -> None:
+    found = [start for seed in seeds for start in starts(env_id, seed, rows)]
+    assert len(set(found)) == len(seeds) * rows
+    assert found[:rows] == starts(env_id, seeds[0], rows)
+
+
+def test_seeds_are_distinct_repeatable_and_fit_31_bits() -> None:
+    drawn = [word for seed in range(50) for word in spawn_seeds(seed, 100)]
+    assert len(set(drawn)) >= 5000 - 1 and 0 <= min(drawn) and max(drawn) < 2**31
+    assert spawn_seeds(2**63, 3) == spawn_seeds(2**63, 64)[:3]
+    for other in range(1, 300):
+        assert not np.any(np.isin(spawn_seeds(other, 64), spawn_seeds(0, 64)))
+    with pytest.raises(ValueError, match="non-negative"):
+        spawn_seeds(-1, 2)
+
+
+def test_without_a_seed_the_global_generator_decides() -> None:
+    torch.manual_seed(3)
+    first = chosen_seed(None)
+    torch.manual_seed(3)
+    assert chosen_seed(None) == first != chosen_seed(None)
+    assert chosen_seed(0) == 0
+
+
+def test_vectors_with_one_generator_are_seeded_too() -> None:
+    class Disabled(CartPoleVectorEnv):
+        metadata = {**CartPoleVectorEnv.metadata, "autoreset_mode": AutoresetMode.DISABLED}
+
+        def reset(self, *, seed: int | None = None, options: dict | None = None):  # type: ignore[no-untyped-def]
+            assert seed is None or isinstance(seed, int)
+            return super().reset(seed=seed, options=options)
+
+    def first(seed: int) -> torch.Tensor:
+        env = GymVectorEnv(Disabled(num_envs=3))
+        env.set_seed(seed)
+        return env.reset()["observation"]
+
+    assert torch.equal(first(4), first(4)) and not torch.equal(first(4), first(5))
+
+
+def test_a_wrapped_vector_gets_the_seeds_of_the_bare_one() -> None:
+    kwargs = {"autoreset_mode": "Disabled"}
+    inner = gymnasium.make_vec("Pendulum-v1", 3, vectorization_mode="sync", vector_kwargs=kwargs)
+    env = GymVectorEnv(RecordEpisodeStatistics(inner))
+    env.set_seed(6)
+    assert [tuple(row.tolist()) for row in env.reset()["observation"]] == starts("Pendulum-v1", 6, 3)
+
+
+def test_groups_of_neighbouring_seeds_start_apart() -> None:
+    found = []
+    for seed in (0, 1, 2):
+        env = make_gym_env("CartPole-v1", 6, seed=seed)
+        set_group_size(env, 2)
+        found += [tuple(row.tolist()) for _ in range(3) for row in env.reset()["observation"][::2]]
+    assert len(set(found)) == 27
+
+
+@needs_mujoco
+@pytest.mark.parametrize("cls", [Quadruped, QuadrupedTerrain])
+@pytest.mark.parametrize("seed", [3, 11])
+def test_a_seed_of_the_constructor_and_of_set_seed_is_the_same(cls: type[Quadruped], seed: int) -> None:
+    built, later = cls(3, seed=seed, num_threads=1), cls(3, seed=seed + 1, num_threads=1)
+    later.set_seed(seed)
+    for _ in range(2):
+        assert torch.equal(built.reset()["policy"], later.reset()["policy"])
