@@ -31,13 +31,28 @@ def load_run(run_dir):
     return trainer, load_config(trainer.Train, path)
 
 
+def env_arguments(text):
+    """The value of --kwargs: arguments of the environment's constructor as a JSON object."""
+    try:
+        kwargs = json.loads(text)
+    except ValueError:
+        kwargs = None
+    if not isinstance(kwargs, dict):
+        raise argparse.ArgumentTypeError(f"expected a JSON object, such as '{{\"max_steps\": 50}}', got {text!r}")
+    if fixed := sorted(kwargs.keys() & {"name", "num_envs", "device", "vectorization"}):
+        raise argparse.ArgumentTypeError(f"{', '.join(fixed)} cannot be changed here; the run and this script decide")
+    if "seed" in kwargs:
+        raise argparse.ArgumentTypeError(f"seed has a flag of its own: --seed {kwargs['seed']}")
+    return kwargs
+
+
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.add_argument("run", help="run directory, such as runs/ppo-PointMass-s1-...")
     parser.add_argument("--episodes", type=int, help="finished episodes (default: as in the run's configuration)")
     parser.add_argument("--checkpoint", default="best", help="best (default), latest, or a checkpoint's name or path")
     parser.add_argument("--seed", type=int, help="seed of the environments (default: the run's evaluation seed)")
-    parser.add_argument("--kwargs", type=json.loads, default={}, help="environment arguments as JSON, over the run's")
+    parser.add_argument("--kwargs", type=env_arguments, default={}, help="environment arguments, JSON, over the run's")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     args = parser.parse_args(argv)
 

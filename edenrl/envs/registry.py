@@ -199,7 +199,7 @@ def _check_arguments(name: str, factory: EnvFactory, *call: Any) -> None:
         raise ValueError(
             f"The factory of {name!r} takes {signature} and was called with {['num_envs', 'device', 'seed', *kwargs]}: "
             f"{error}. A factory takes num_envs and the keywords device and seed; what else it takes goes in as "
-            "keyword arguments (--env.kwargs.NAME VALUE)."
+            "keyword arguments (env.kwargs of a run)."
         ) from error
 
 
