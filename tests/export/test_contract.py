@@ -92,6 +92,10 @@ def test_a_gymnasium_wrapper_around_the_actions_leaves_them_undeclared(tmp_path)
 OWN = ("PointMass", "HiddenPointMass", "ConflictPointMass", "CartPoleSwingUp", "Quadruped", "QuadrupedTerrain")
 
 
+def test_none_of_our_environments_is_left_out(built_in_environments):
+    assert set(OWN) == built_in_environments
+
+
 @pytest.mark.parametrize("name", OWN)
 def test_our_environments_declare_every_group_they_publish(name):
     options = {}
