@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from edenrl.config import load_config, read_config
-from edenrl.training import build_env, evaluate_run, format_table, load_policy_weights, run_script, setup
+from edenrl.training import build_env, evaluate_run, format_table, load_policy_weights, require_run, run_script, setup
 
 sys.path.insert(0, str(Path(__file__).parent))  # the trainer scripts stand beside this one
 
@@ -18,8 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # the trainer scripts stand besi
 def load_run(run_dir):
     """The trainer module and resolved configuration of a run directory."""
     path = Path(run_dir) / "config.json"
-    if not path.exists():
-        raise FileNotFoundError(f"{run_dir} is not a run directory: it has no config.json.")
+    require_run(run_dir)
     algorithm = read_config(path).get("algorithm")
     name = algorithm.get("name") if isinstance(algorithm, dict) else None
     script = Path(__file__).with_name(f"train_{str(name).lower()}.py")
@@ -63,7 +62,7 @@ def main(argv=None):
     env = build_env(cfg, device, num_envs=1)
     policy = trainer.make_policy(cfg, env).to(device)
     env.close()
-    path = load_policy_weights(policy, run, args.checkpoint)
+    path = load_policy_weights(policy, run, args.checkpoint, env=env)
     result = evaluate_run(cfg, policy, device, num_episodes=args.episodes, seed=args.seed)
     if args.json:
         print(json.dumps({"checkpoint": str(path), **result}))

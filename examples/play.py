@@ -80,7 +80,7 @@ def main(argv=None):
         env = build_env(cfg, device, num_envs=1, seed=args.seed)
     draw = view_of(env, cfg.env.name, args.lines)
     policy = trainer.make_policy(cfg, env).to(device).eval()
-    load_policy_weights(policy, args.run, args.checkpoint)
+    load_policy_weights(policy, args.run, args.checkpoint, env=env)
 
     contract = env.policy_contract() if hasattr(env, "policy_contract") else {}
     dt = contract.get("rate", {}).get("control_dt") or 0.02

@@ -26,7 +26,7 @@ from edenrl.envs import ClipAction, action_box
 from edenrl.export.graph import PolicyGraph
 from edenrl.export.spec import ActionContract, ActionSpec, EnvContract, History, ObservationSpec, Term
 
-__all__ = ["actions_of", "contract_of", "nominal_env", "observations_of"]
+__all__ = ["actions_of", "contract_of", "declared", "nominal_env", "observations_of"]
 
 
 def _unwrap(env: EnvBase) -> tuple[EnvBase, list[Transform]]:
@@ -88,7 +88,7 @@ def contract_of(env: EnvBase) -> EnvContract:
     Raises:
         ValueError: if the declaration is not an ``EnvContract``, or if values in it are randomized per environment.
     """
-    contract = _declared(env)
+    contract = declared(env)
     if contract.randomized:
         raise ValueError(
             f"{type(_unwrap(env)[0]).__name__} randomizes {contract.randomized} per environment: no single policy spec "
@@ -97,7 +97,12 @@ def contract_of(env: EnvBase) -> EnvContract:
     return contract
 
 
-def _declared(env: EnvBase) -> EnvContract:
+def declared(env: EnvBase) -> EnvContract:
+    """As ``contract_of``, also where values are randomized.
+
+    Raises:
+        ValueError: if the declaration is not an ``EnvContract``, or out of reach in another process.
+    """
     base, transforms = _unwrap(env)
     contract = _contract(base) if hasattr(base, "policy_contract") else EnvContract()
     for transform in transforms:
@@ -133,7 +138,7 @@ def nominal_env(env: EnvBase) -> EnvBase:
         True
     """
     base = _unwrap(env)[0]
-    names = _declared(env).randomized
+    names = declared(env).randomized
     if names and not hasattr(base, "set_nominal"):
         raise ValueError(
             f"{type(base).__name__} randomizes {names} and has no set_nominal() to switch that off. Build it without "
@@ -141,7 +146,7 @@ def nominal_env(env: EnvBase) -> EnvBase:
         )
     if names:
         base.set_nominal()
-        if left := _declared(env).randomized:
+        if left := declared(env).randomized:
             raise ValueError(f"{type(base).__name__}.set_nominal() left {left} randomized.")
     return env
 
