@@ -70,8 +70,9 @@ def model_xml() -> str:
         ImportError: MuJoCo is missing or older than 4.0.
 
     Examples:
+        >>> import mujoco
         >>> from edenrl.envs.quadruped import model_xml
-        >>> model_xml().count("<joint name=")
+        >>> mujoco.MjModel.from_xml_string(model_xml()).nu
         12
     """
     spec = _model_spec(load_mujoco(), None)
