@@ -68,7 +68,7 @@ def main(argv=None):
         )
         run.keep(collector=collector)
         if run.is_new:  # the checkpoints of a distillation hold the teacher
-            load_policy_weights(teacher, algo.teacher_run, algo.teacher_checkpoint)
+            load_policy_weights(teacher, algo.teacher_run, algo.teacher_checkpoint, env=env)
             student.actor.load_state_dict(rma_composition(teacher).actor.state_dict())
         for rollout in run.rollouts(collector):  # [environments, steps]
             losses = loss(rollout)

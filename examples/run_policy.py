@@ -4,9 +4,9 @@ The policy runs in onnxruntime, as on a robot: what it needs is in policy_spec.j
 """
 
 import argparse
-import json
 
 import torch
+from evaluate import env_arguments
 from torchrl.envs import InitTracker, TransformedEnv
 
 from edenrl.envs import action_box, make_env, wrap_env
@@ -31,7 +31,7 @@ def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.add_argument("policy", help="folder of an exported policy, such as runs/.../policy")
     parser.add_argument("--env", help="environment's name (default: the one of the spec)")
-    parser.add_argument("--kwargs", type=json.loads, default={}, help="environment arguments as JSON, over the spec's")
+    parser.add_argument("--kwargs", type=env_arguments, default={}, help="environment arguments, JSON, over the spec's")
     parser.add_argument("--episodes", type=int, default=20, help="finished episodes (default 20)")
     parser.add_argument("--seed", type=int, default=12345, help="seed of the environments (default 12345)")
     args = parser.parse_args(argv)

@@ -174,7 +174,13 @@ def test_a_run_of_two_processes(whole):
     assert not torch.equal(first["torch rng"], second["torch rng"])
     assert first["written"] and second["written"] == []
     run = folder / "run"
-    assert {path.name for path in run.iterdir()} == {"config.json", "metrics.csv", "progress.json", "checkpoints"}
+    assert {path.name for path in run.iterdir()} == {
+        "config.json",
+        "metrics.csv",
+        "observations.json",
+        "progress.json",
+        "checkpoints",
+    }
     rows = read_metrics(run / "metrics.csv")
     assert [row["frames"] for row in rows] == [FRAMES * (i + 1) for i in range(ITERATIONS)]
     assert output.count("best checkpoint") == 1 and "Error" not in output

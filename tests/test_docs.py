@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from edenrl.envs import registry
+
 ROOT = Path(__file__).resolve().parent.parent
 LIBRARY = {"edenrl": "edenrl", "objectives": "edenrl.objectives", "collectors": "edenrl.collectors"}
 
@@ -43,6 +45,27 @@ def test_the_python_blocks_of_the_readme_run(monkeypatch: pytest.MonkeyPatch, tm
     assert samples, "the README shows no code"
     for sample in samples:
         exec(compile(sample, "README.md", "exec"), {"__name__": "readme"})
+
+
+PAGES = sorted(page for page in (ROOT / "docs" / "pages").rglob("*.md") if blocks(page, "python"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_python_blocks_of_a_page_run_as_pasted(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One after the other, as a reader pastes them into one session.
+
+    A block that cannot run everywhere says why in its first line: ``# pip install PACKAGE``, a package that need not be
+    here.
+    """
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
+    scope: dict[str, object] = {"__name__": "page"}
+    for number, sample in enumerate(blocks(page, "python"), 1):
+        try:
+            exec(compile(sample, f"{page.name}, block {number}", "exec"), scope)
+        except ImportError:
+            if not sample.startswith("# pip install "):
+                raise
 
 
 def test_the_continuous_integration_runs_the_commands_of_the_readme() -> None:

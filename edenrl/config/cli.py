@@ -19,7 +19,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, CliSettingsSource, SettingsError
 
-from edenrl._files import write_atomic
+from edenrl._files import about_rsl_rl, write_atomic
 from edenrl.config.base import Config, closest
 from edenrl.config.resume import refuse_changes
 from edenrl.config.run import RunConfig
@@ -323,6 +323,8 @@ def _layers(
         raise ValueError("give --config or --resume, not both: a resumed run starts from its own config.json")
     if resume is not None:
         folder = Path(os.path.expanduser(resume))
+        if not (folder / "config.json").is_file() and (about := about_rsl_rl(folder)):
+            raise FileNotFoundError(f"--resume: {about}")
         if not folder.is_dir():
             raise FileNotFoundError(f"--resume {resume}: no such directory; give the directory of an earlier run")
         layer = read_config(folder / "config.json") | {"resume": resume, "run_dir": resume}

@@ -106,7 +106,7 @@ class RMAConfig(PPOSettings):
         if missing := [group for group in groups if group not in published]:
             raise ValueError(
                 f"RMA reads {dict(zip(names, groups, strict=True))}, of which this environment lacks {missing}; its "
-                f"groups are {dict(published)}. Publish them (the quadruped: --env.kwargs.groups), or name others in "
+                f"groups are {dict(published)}. Publish them (the quadruped: env.kwargs.groups), or name others in "
                 "algorithm.actor_groups."
             )
         keys = dict(zip(names, groups, strict=True))

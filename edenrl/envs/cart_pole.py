@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -159,3 +160,25 @@ class CartPoleSwingUp(TensorStateEnv):
             "steps": state["steps"] + 1,
         }
         return self._observe().set("reward", reward)
+
+    def policy_contract(self) -> dict[str, Any]:
+        """What a deployed policy must know, for ``edenrl.export``: terms, force per action, rate."""
+        terms = {
+            "position of the cart": "m",
+            "velocity of the cart": "m/s",
+            "cosine of the pole's angle": None,
+            "sine of the pole's angle": None,
+            "angular velocity of the pole": "rad/s",
+        }
+        return {
+            "observations": {"observation": [{"name": name, "width": 1, "unit": unit} for name, unit in terms.items()]},
+            "actions": {
+                "clip": True,
+                "scale": [_FORCE],
+                "bias": [0.0],
+                "names": ["cart"],
+                "unit": "N",
+                "meaning": "force on the cart; the angle is zero when the pole is upright",
+            },
+            "rate": {"control_dt": _DT, "decimation": 1, "sim_dt": _DT},
+        }

@@ -146,20 +146,24 @@ class ConflictPointMass(TensorStateEnv):
 
     def policy_contract(self) -> dict[str, Any]:
         """What a deployed policy must know, for ``edenrl.export``: terms, meaning of the action, rate."""
-        terms = {
-            "position": "m",
-            "velocity": "m/s",
-            "goal position": "m",
-            "goal velocity": "m/s",
-            "last action, clamped": "m",
+        terms = {"position": "m", "velocity": "m/s", "goal position": "m", "goal velocity": "m/s"}
+        last_action = {
+            "name": "last action, clamped",
+            "width": 2,
+            "unit": "m",
+            "meaning": "the position itself when an episode begins",
         }
         return {
             "observations": {
-                "observation": [{"name": name, "width": 2, "unit": unit} for name, unit in terms.items()],
+                "observation": [
+                    *({"name": name, "width": 2, "unit": unit} for name, unit in terms.items()),
+                    last_action,
+                ]
             },
             "actions": {
                 "clip": True,
                 "scale": [1.0] * 2,
+                "bias": [0.0] * 2,
                 "names": ["x", "y"],
                 "unit": "m",
                 "meaning": f"position to which the point is pulled at {_SERVO:g}/s times its distance",

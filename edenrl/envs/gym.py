@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+import gymnasium
 import numpy as np
 import torch
 from gymnasium import spaces
@@ -217,7 +218,7 @@ class GymVectorEnv(SameStateGroups, GymWrapper):
         """
         env = self._env.envs[0].unwrapped if isinstance(self._env, SyncVectorEnv) else None
         if hasattr(env, "model") and hasattr(env, "frame_skip") and hasattr(env, "init_qpos"):
-            return _mujoco_contract(env)
+            return _mujoco_contract(self._env.envs[0])
         # Classic control calls it dt, cart-pole tau.
         dt = getattr(env, "dt", None) or getattr(env, "tau", None)
         return {"rate": {"control_dt": dt}} if isinstance(dt, float) else {}
@@ -284,9 +285,12 @@ def _where(rows: Tensor, chosen: Mapping[str, Tensor], other: Mapping[str, Tenso
     }
 
 
-def _mujoco_contract(env: Any) -> dict[str, Any]:
+def _mujoco_contract(wrapped: Any) -> dict[str, Any]:
     import mujoco
 
+    env = wrapped.unwrapped
+    # Gymnasium's own robots pass the action on as it is; what others and wrappers do with it is not known.
+    direct = type(env).__module__.startswith("gymnasium.envs.mujoco") and not _changes_actions(wrapped)
     model, one_dof = env.model, (int(mujoco.mjtJoint.mjJNT_HINGE), int(mujoco.mjtJoint.mjJNT_SLIDE))
     joints = [joint for joint in range(model.njnt) if int(model.jnt_type[joint]) in one_dof]
     on_joints = bool((model.actuator_trntype == int(mujoco.mjtTrn.mjTRN_JOINT)).all())
@@ -298,9 +302,11 @@ def _mujoco_contract(env: Any) -> dict[str, Any]:
     }
     return {
         "actions": {
-            "clip": bool(model.actuator_ctrllimited.all()),
-            "names": driven,
-            "meaning": "controls of MuJoCo's actuators, in the model's order",
+            "clip": bool(model.actuator_ctrllimited.all()) if direct else None,
+            "scale": [1.0] * model.nu if direct else None,
+            "bias": [0.0] * model.nu if direct else None,
+            "names": driven if direct else None,
+            "meaning": "controls of MuJoCo's actuators, in the model's order" if direct else None,
         },
         "rate": {
             "control_dt": float(model.opt.timestep * env.frame_skip),
@@ -309,6 +315,15 @@ def _mujoco_contract(env: Any) -> dict[str, Any]:
         },
         "entities": [entity] if joints else [],
     }
+
+
+def _changes_actions(env: Any) -> bool:
+    """Whether a Gymnasium wrapper stands between the actions and the environment."""
+    while isinstance(env, gymnasium.Wrapper):
+        if isinstance(env, gymnasium.ActionWrapper):
+            return True
+        env = env.env
+    return False
 
 
 def _check_action_space(space: spaces.Space) -> None:

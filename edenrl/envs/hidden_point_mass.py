@@ -164,17 +164,23 @@ class HiddenPointMass(TensorStateEnv):
 
     def policy_contract(self) -> dict[str, Any]:
         """What a deployed policy must know, for ``edenrl.export``: terms, layout of the history, actions, rate."""
-        terms = {
-            "target less position": "m",
-            "measured velocity": "m/s",
-            "target's velocity": "m/s",
-            "last action": None,
-        }
+        prop: list[dict[str, Any]] = [
+            {"name": "target less position", "width": 2, "unit": "m"},
+            {"name": "measured velocity", "width": 2, "unit": "m/s"},
+            {"name": "target's velocity", "width": 2, "unit": "m/s"},
+            {"name": "last action", "width": 2, "at_reset": 0.0},
+        ]
         return {
-            "observations": {
-                "prop": [{"name": name, "width": 2, "unit": unit} for name, unit in terms.items()],
-                "prop_history": [{"name": "frames of prop, oldest first", "width": _FRAMES * _PROP}],
+            "observations": {"prop": prop, "prop_history": prop},
+            "histories": {
+                "prop_history": {
+                    "frames": _FRAMES,
+                    "order": "oldest_first",
+                    "at_reset": "repeat",
+                    "frame_of": "prop",
+                }
             },
+            # No scale: how much force an action is differs between episodes, which is the task.
             "actions": {"clip": True, "names": ["x", "y"], "meaning": "force, in units that differ between episodes"},
             "rate": {"control_dt": _DT, "decimation": 1, "sim_dt": _DT},
         }

@@ -197,11 +197,12 @@ class PointMass(TensorStateEnv):
 
     def policy_contract(self) -> dict[str, Any]:
         """What a deployed policy must know, for ``edenrl.export``: terms, acceleration per action, rate."""
-        terms = {"position": "m", "velocity": "m/s", "goal position": "m", "last action, clamped": None}
+        terms = {"position": "m", "velocity": "m/s", "goal position": "m"}
         return {
             "observations": {
                 "observation": [
                     *({"name": name, "width": 2, "unit": unit} for name, unit in terms.items()),
+                    {"name": "last action, clamped", "width": 2, "at_reset": 0.0},
                     {"name": "obstacle centres", "width": 4, "unit": "m"},
                     {"name": "obstacle radii", "width": 2, "unit": "m"},
                 ]
@@ -209,6 +210,7 @@ class PointMass(TensorStateEnv):
             "actions": {
                 "clip": True,
                 "scale": [_FORCE] * 2,
+                "bias": [0.0] * 2,
                 "names": ["x", "y"],
                 "unit": "m/s^2",
                 "meaning": f"acceleration of the point, before damping by {_DAMPING:g}/s times its velocity",

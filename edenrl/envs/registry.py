@@ -243,7 +243,7 @@ def _check_arguments(name: str, factory: EnvFactory, *call: Any) -> None:
         _refuse_vectorization(name, kwargs)
         raise ValueError(
             f"The factory of {name!r} takes {signature} and was called with {['num_envs', 'device', 'seed', *kwargs]}: "
-            f"{error}. {_FACTORIES} What else it takes goes in as keyword arguments (--env.kwargs.NAME VALUE)."
+            f"{error}. {_FACTORIES} What else it takes goes in as keyword arguments (env.kwargs of a run)."
         ) from error
 
 

@@ -25,7 +25,7 @@ from edenrl.export.graph import PolicyGraph
 from edenrl.export.spec import ModelFile, ModelSpec, PolicySpec, Provenance, TensorInfo
 from edenrl.export.verification import record
 from edenrl.export.verification import verify as verify_files
-from edenrl.modules import RunningNorm
+from edenrl.modules import RunningNorm, UnitBatchNorm
 
 __all__ = ["export_policy"]
 
@@ -118,7 +118,7 @@ def export_policy(
 
 def _model_without_files(graph: PolicyGraph, formats: Sequence[str]) -> ModelSpec:
     """The part of the spec about the graphs, before they are written and before the actions are known."""
-    normalizes = any(isinstance(module, RunningNorm) for module in graph.modules())
+    normalizes = any(isinstance(module, RunningNorm | UnitBatchNorm) for module in graph.modules())
     return ModelSpec(
         files=[ModelFile(format=name, file=FORMATS[name].file, sha256="0" * 64, size=1) for name in formats],
         inputs=_tensors(graph, "obs", graph.width, "_in"),

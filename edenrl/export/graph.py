@@ -26,7 +26,7 @@ from torchrl.modules import (
     TanhNormal,
 )
 
-from edenrl.modules import RunningNorm
+from edenrl.modules import FlashActor, HIMActor, HIMLayout, RunningNorm
 
 __all__ = ["PolicyGraph", "State"]
 
@@ -247,11 +247,20 @@ class PolicyGraph(nn.Module):
 
     def statistics(self) -> tuple[Tensor, Tensor] | None:
         """Mean and standard deviation of ``obs`` in training, when one network normalizes all of it."""
-        for step, (in_keys, _) in zip(self.steps, self.keys, strict=True):
-            norm = getattr(step.network, "norm", None) if isinstance(step, _Network) else None
-            if isinstance(norm, RunningNorm) and in_keys == list(self.groups) and norm.mean.shape == (self.width,):
-                return norm.mean, norm.var.sqrt()
+        for network, in_keys in self._networks():
+            moments = _moments(network)
+            if moments is not None and in_keys == list(self.groups) and moments[0].shape == (self.width,):
+                return moments[0], moments[1].sqrt()
         return None
+
+    def history_layouts(self) -> dict[NestedKey, HIMLayout]:
+        """How the stacked frames are laid out that a network was built for, by group."""
+        return {keys[0]: network.layout for network, keys in self._networks() if isinstance(network, HIMActor)}
+
+    def _networks(self) -> list[tuple[nn.Module, list[NestedKey]]]:
+        """The networks of the policy with what they read."""
+        steps = zip(self.steps, self.keys, strict=True)
+        return [(step.network, in_keys) for step, (in_keys, _) in steps if isinstance(step, _Network)]
 
     def flatten(self, tensordict: TensorDictBase) -> Tensor:
         """The observation groups of a TensorDict of batch size ``[batch]`` as ``obs``."""
@@ -271,6 +280,14 @@ class PolicyGraph(nn.Module):
         if not self.states:
             return actions
         return actions, *(values[unravel_key(("next", entry.key))] for entry in self.states)
+
+
+def _moments(network: nn.Module) -> tuple[Tensor, Tensor] | None:
+    """Running mean and variance with which a network normalizes what it reads; None for one that does not."""
+    if isinstance(network, FlashActor):
+        return network.trunk.bn.running_mean, network.trunk.bn.running_var
+    norm = getattr(network, "norm", None)
+    return (norm.mean, norm.var) if isinstance(norm, RunningNorm) else None
 
 
 def _group_shape(spec: Composite, key: NestedKey) -> tuple[int, ...]:

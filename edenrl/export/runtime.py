@@ -92,6 +92,52 @@ def _read_graph(parent: Path, spec: dict[str, Any], folder: str | Path) -> bytes
     return content
 
 
+class _Stack:
+    """The last frames of one group, stacked as the ``history`` of its spec says."""
+
+    def __init__(self, group: Mapping[str, Any]) -> None:
+        self.key, self.history = group["key"], group["history"]
+        self.width = group["width"] // self.history["frames"]
+        self.frames: np.ndarray | None = None  # [batch, frames, width], oldest first
+        self.fresh = np.zeros(0, np.bool_)
+
+    def reset(self, rows: Any = None) -> None:
+        """Makes the next frame the first of an episode, for all rows or some."""
+        if rows is None:
+            self.frames = None
+        elif self.frames is not None:
+            self.fresh[rows] = True
+
+    def push(self, frame: np.ndarray) -> np.ndarray:
+        """Adds the frames ``[batch, width]`` of one control step and returns the stacks ``[batch, frames * width]``."""
+        if frame.shape[-1] != self.width:
+            raise ValueError(f"A frame of {self.key!r} has {self.width} features; {frame.shape[-1]} were given.")
+        if self.history["at_reset"] is None:
+            raise ValueError(
+                f"The spec does not say how the history of {self.key!r} begins (at_reset is null). Stack its "
+                f"{self.history['frames']} frames yourself, {_words(self.history['order'])}, as the training did."
+            )
+        count = self.history["frames"]
+        if self.frames is None:
+            self.frames = np.zeros((len(frame), count, self.width), np.float32)
+            self.fresh = np.ones(len(frame), np.bool_)
+        if len(frame) != len(self.frames):
+            raise ValueError(
+                f"{len(frame)} frames were given and the history of {self.key!r} has {len(self.frames)} rows. Call "
+                "reset() before the number of rows changes."
+            )
+        self.frames = np.concatenate([self.frames[:, 1:], frame[:, None]], 1)
+        before = frame[self.fresh, None] if self.history["at_reset"] == "repeat" else 0.0
+        self.frames[self.fresh, : count - 1] = before
+        self.fresh[:] = False
+        ordered = self.frames if self.history["order"] == "oldest_first" else self.frames[:, ::-1]
+        return ordered.reshape(len(frame), -1).copy()
+
+
+def _words(order: str) -> str:
+    return order.replace("_", " ")
+
+
 class RuntimePolicy:
     """An exported policy: observations in, deterministic actions out, recurrent state kept inside.
 
@@ -105,11 +151,13 @@ class RuntimePolicy:
     Attributes:
         spec: the content of ``policy_spec.json``.
         width: width of one observation.
+        groups: where each group begins and ends in an observation.
         state: recurrent state by input name, empty before the first call and for a policy without state.
 
     Examples:
         ``policy = load_policy("runs/.../policy")``, ``policy.reset()`` when an episode begins, then in the control loop
-        ``actions = policy(observation)``.
+        ``actions = policy(observation)``. If the policy reads histories,
+        ``actions = policy(policy.observe({"prop": frame}))`` stacks them.
     """
 
     def __init__(self, spec: dict[str, Any], session: Any) -> None:
@@ -119,6 +167,8 @@ class RuntimePolicy:
         self.groups: dict[str, tuple[int, int]] = {o["key"]: (o["start"], o["stop"]) for o in spec["observations"]}
         self.width = int(spec["observations"][-1]["stop"])
         self.state: dict[str, np.ndarray] = {}
+        # Files of earlier versions lack the entry.
+        self._stacks = {o["key"]: _Stack(o) for o in spec["observations"] if o.get("history")}
         for side, entries in (("inputs", session.get_inputs()), ("outputs", session.get_outputs())):
             in_graph = {e.name: [d if isinstance(d, int) else "batch" for d in e.shape] for e in entries}
             in_spec = {e["name"]: e["shape"] for e in spec["model"][side]}
@@ -128,33 +178,67 @@ class RuntimePolicy:
                 )
 
     def reset(self, rows: Any = None) -> None:
-        """Zeroes the recurrent state: all of it, or of the rows that a mask or list of indices selects."""
+        """Begins episodes in all rows, or those of a mask or index list: zeroes recurrent states, empties histories."""
+        for stack in self._stacks.values():
+            stack.reset(rows)
         if rows is None:
             self.state = {}
             return
         for name, value in self.state.items():
             np.moveaxis(value, self._states[name].index("batch"), 0)[rows] = 0.0
 
+    def observe(self, frames: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        """Stacks the histories that the policy reads; call it exactly once in a control step, after ``reset()``.
+
+        Args:
+            frames: the current frame of each group, ``[width]`` or ``[batch, width]``. A history takes the frame that
+                stands under its own name, or else under the name of the group whose frames it stacks (``frame_of``).
+
+        Returns:
+            The groups of the policy, to call it with; those without a history as they were given.
+
+        Raises:
+            KeyError: if a group or a frame is missing.
+            ValueError: for a frame of another width, another number of rows than before, or a spec that does not say
+                how a history begins.
+        """
+        out = {key: np.asarray(frames[key], np.float32) for key in self.groups if key in frames}
+        for key, stack in self._stacks.items():
+            source = key if key in frames else stack.history["frame_of"]
+            if source not in frames:
+                names = " or ".join(repr(name) for name in (key, stack.history["frame_of"]) if name is not None)
+                raise KeyError(f"The history {key!r} needs a frame under {names}; {sorted(frames)} were given.")
+            frame = np.asarray(frames[source], np.float32)
+            stacked = stack.push(np.atleast_2d(frame))
+            out[key] = stacked[0] if frame.ndim == 1 else stacked
+        self._require_groups(out)
+        return out
+
     def __call__(self, obs: Any) -> np.ndarray:
         """Computes actions and advances the recurrent state.
 
         Args:
             obs: un-normalized observations ``[width]`` or ``[batch, width]``, the groups of the spec concatenated in
-                its order; or a mapping from group to array, put in order here.
+                its order; or a mapping from group to array, put in order here. Histories are whole: ``observe`` stacks
+                them.
 
         Returns:
             Actions ``[dim]`` or ``[batch, dim]``, float32; for a discrete policy the index, ``[]`` or ``[batch]``.
 
         Raises:
             KeyError: if a group of a mapping is missing.
-            ValueError: for another width, or another number of rows than the recurrent state has.
+            ValueError: for another width, another number of rows than the recurrent state has, or a feature that is
+                NaN or infinite (naming it).
         """
         array = self._concatenate(obs) if isinstance(obs, Mapping) else np.asarray(obs, dtype=np.float32)
         if array.ndim not in (1, 2) or array.shape[-1] != self.width:
             raise ValueError(
                 f"Observations have shape {array.shape}; expected [{self.width}] or [batch, {self.width}], made of "
                 f"{ {key: stop - start for key, (start, stop) in self.groups.items()} } in this order."
+                f"{self._about_histories()}"
             )
+        if not np.isfinite(array).all():
+            self._refuse_not_finite(np.atleast_2d(array))
         outputs = self.run(np.ascontiguousarray(np.atleast_2d(array)))
         return outputs[0] if array.ndim == 1 else outputs
 
@@ -176,17 +260,53 @@ class RuntimePolicy:
         self.state = dict(zip(self._states, state, strict=True))
         return actions
 
-    def _concatenate(self, groups: Mapping[str, Any]) -> np.ndarray:
+    def _refuse_not_finite(self, obs: np.ndarray) -> None:
+        """Raises for the features of ``[batch, width]`` that are NaN or infinite, by name."""
+        row = int(np.flatnonzero(~np.isfinite(obs).all(-1))[0])
+        names = self._feature_names()
+        wrong = {names[i]: float(obs[row, i]) for i in np.flatnonzero(~np.isfinite(obs[row]))}
+        shown = ", ".join(f"{name} is {value}" for name, value in list(wrong.items())[:5])
+        more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+        raise ValueError(
+            f"The observation of row {row} is not finite: {shown}{more}. Nothing was computed and the recurrent state "
+            "is as before."
+        )
+
+    def _feature_names(self) -> list[str]:
+        """The name of every feature of an observation, such as "observation/goal position[1]"."""
+        names: list[str] = []
+        for group in self.spec["observations"]:
+            frames = (group.get("history") or {"frames": 1})["frames"]
+            one = [f"{t['name']}[{i}]" for t in group["terms"] for i in range(t["width"])]
+            one = one or [f"[{i}]" for i in range(group["width"] // frames)]
+            for frame in range(frames):
+                where = f"{group['key']}/" if frames == 1 else f"{group['key']}/frame {frame}/"
+                names += [where + name for name in one]
+        return names
+
+    def _require_groups(self, groups: Mapping[str, Any]) -> None:
         if missing := [key for key in self.groups if key not in groups]:
             raise KeyError(f"The policy reads the groups {list(self.groups)}; {missing} were not given.")
+
+    def _concatenate(self, groups: Mapping[str, Any]) -> np.ndarray:
+        self._require_groups(groups)
         arrays = [np.asarray(groups[key], dtype=np.float32) for key in self.groups]
         widths = [array.shape[-1] if array.ndim else 0 for array in arrays]
         expected = [stop - start for start, stop in self.groups.values()]
         if widths != expected:
             raise ValueError(
                 f"The groups {list(self.groups)} have the widths {widths}; the policy was exported with {expected}."
+                f"{self._about_histories()}"
             )
         return np.concatenate(arrays, axis=-1)
+
+    def _about_histories(self) -> str:
+        """Says which groups are stacks of frames, for the message about a wrong width."""
+        parts = [
+            f"{key!r} holds {stack.history['frames']} frames of {stack.width}, {_words(stack.history['order'])}"
+            for key, stack in self._stacks.items()
+        ]
+        return f" {', '.join(parts)}: observe() stacks them." if parts else ""
 
     def unusual(self, obs: Any, limit: float = 10.0) -> dict[str, float]:
         """Finds features far outside what training saw: a wrong unit, sign or order, before it moves a robot.
@@ -203,15 +323,14 @@ class RuntimePolicy:
         if obs.shape != (self.width,):
             raise ValueError(f"One observation [{self.width}] can be judged at a time; got the shape {obs.shape}.")
         out: dict[str, float] = {}
+        names = self._feature_names()
         for group in self.spec["observations"]:
             if group["mean"] is None:
                 continue
-            names = [f"{t['name']}[{i}]" for t in group["terms"] for i in range(t["width"])]
-            names = names or [f"[{i}]" for i in range(group["width"])]
-            values = obs[group["start"] : group["stop"]]
-            distances = np.abs(values - group["mean"]) / (np.asarray(group["std"]) + 1e-2)
+            start, stop = group["start"], group["stop"]
+            distances = np.abs(obs[start:stop] - group["mean"]) / (np.asarray(group["std"]) + 1e-2)
             # "not <=" keeps NaN, which no comparison finds.
-            out |= {f"{group['key']}/{n}": float(d) for n, d in zip(names, distances, strict=True) if not d <= limit}
+            out |= {n: float(d) for n, d in zip(names[start:stop], distances, strict=True) if not d <= limit}
         return out
 
     def latency(self, calls: int = 1000) -> dict[str, float]:

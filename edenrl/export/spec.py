@@ -79,7 +79,32 @@ class Term(_Part):
     width: int = Field(ge=1)
     """Number of features."""
     unit: str | None = None
-    """Physical unit."""
+    """Physical unit, before scaling."""
+    scale: list[float] | None = None
+    """Factor of each feature: the policy reads the quantity times this; null when the environment does not say."""
+    at_reset: float | None = None
+    """Value of every feature when an episode begins; null: measured, as at every other step."""
+    meaning: str | None = None
+    """What exactly is measured: frame, sign, order."""
+
+    @model_validator(mode="after")
+    def _check_length(self) -> Term:
+        if self.scale is not None and len(self.scale) != self.width:
+            raise ValueError(f"{self.name!r} has {len(self.scale)} factors in scale for {self.width} features")
+        return self
+
+
+class History(_Part):
+    """How frames are stacked in an observation group."""
+
+    frames: int = Field(ge=1)
+    """Number of frames, one for each control step."""
+    order: Literal["oldest_first", "newest_first"]
+    """Where the current frame stands: last, or first."""
+    at_reset: Literal["repeat", "zeros"] | None = None
+    """What stands in for the frames before an episode: its first frame, or zeros; null when nobody says."""
+    frame_of: str | None = None
+    """The group that is one such frame; null when none is."""
 
 
 class ObservationSpec(_Part):
@@ -96,7 +121,11 @@ class ObservationSpec(_Part):
     shape: list[int]
     """Shape before flattening (row-major)."""
     terms: list[Term] = []
-    """What fills the group, in order; empty when the environment does not say."""
+    """What fills the group (of a history: one frame), in order; empty when the environment does not say."""
+    history: History | None = None
+    """The frames that the group stacks; null: it holds one, or the environment does not say."""
+    interval: int | None = Field(default=None, ge=1)
+    """Control steps between two updates; the group stays as it is in between. null: one, or not known."""
     mean: list[float] | None = None
     """Mean of each feature in training, from the policy's running statistics; null when it keeps none."""
     std: list[float] | None = None
@@ -118,12 +147,12 @@ class ActionSpec(_Part):
     """Lower bounds as the policy sees them; null entries are unbounded, null: no box."""
     high: list[float | None] | None = None
     """Upper bounds."""
-    clip: bool = False
-    """Whether actions are clipped to the bounds before use."""
+    clip: bool | None = None
+    """Whether actions are clipped to the bounds before use; null when nobody says."""
     scale: list[float] | None = None
-    """Factor per component after clipping; null for discrete actions."""
+    """Factor per component after clipping; null for discrete actions, and when the environment does not say."""
     bias: list[float] | None = None
-    """Offset per component after scaling."""
+    """Offset per component after scaling; null when scale is."""
     names: list[str] | None = None
     """Component names, such as joints, in order."""
     unit: str | None = None
@@ -158,10 +187,12 @@ class Entity(_Part):
     """Proportional gains, in joint order."""
     damping: list[float] | None = None
     """Derivative gains, in joint order."""
+    effort_limits: list[float] | None = None
+    """Largest torque or force of each joint's motor, in joint order."""
 
     @model_validator(mode="after")
     def _check_lengths(self) -> Entity:
-        for name in ("default_positions", "stiffness", "damping"):
+        for name in ("default_positions", "stiffness", "damping", "effort_limits"):
             values = getattr(self, name)
             if values is not None and len(values) != len(self.joint_names):
                 raise ValueError(
@@ -219,11 +250,11 @@ class ActionContract(_Part):
     """What an environment declares about its actions."""
 
     scale: list[float] | None = None
-    """Factor that the simulator applies to each component; null: 1."""
+    """Factor that the simulator applies to each component; null: not known, which is not 1."""
     bias: list[float] | None = None
-    """Offset that the simulator adds to each component; null: 0."""
-    clip: bool = False
-    """Whether the simulator itself clips to its box."""
+    """Offset that the simulator adds to each component; null: not known, which is not 0."""
+    clip: bool | None = None
+    """Whether the simulator itself clips to its box; null: not known."""
     names: list[str] | None = None
     """Component names."""
     unit: str | None = None
@@ -231,11 +262,18 @@ class ActionContract(_Part):
     meaning: str | None = None
     """What the simulator does with them."""
 
+    @model_validator(mode="after")
+    def _check_both(self) -> ActionContract:
+        if (self.scale is None) != (self.bias is None):
+            raise ValueError("actions.scale and actions.bias belong together: declare both (zeros add nothing) or none")
+        return self
+
 
 class EnvContract(_Part):
     """What an environment may declare for deployment: the return value of its method ``policy_contract()``.
 
-    An environment without that method is exported with what its specs say.
+    An environment without that method is exported with what its specs say. What is not declared is null or empty in the
+    policy spec. A transform may have the method as well, for the observation groups that it makes.
 
     Examples:
         >>> EnvContract(rate={"control_dt": 0.02, "decimation": 4, "sim_dt": 0.005}).rate.control_dt
@@ -243,7 +281,11 @@ class EnvContract(_Part):
     """
 
     observations: dict[str, list[Term]] = {}
-    """Terms by observation group."""
+    """Terms by observation group; of a group with a history the terms of one frame."""
+    histories: dict[str, History] = {}
+    """How frames are stacked, by observation group."""
+    intervals: dict[str, int] = {}
+    """Control steps between two updates, for groups that are not updated at every step."""
     actions: ActionContract = Field(default_factory=ActionContract)
     """Scaling and meaning of the actions."""
     rate: Rate = Field(default_factory=Rate)

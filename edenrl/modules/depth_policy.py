@@ -113,6 +113,11 @@ class DepthRefresh(Transform):
             self.steps.zero_()
         return self._mark(tensordict_reset)
 
+    def policy_contract(self) -> dict[str, Any]:
+        """What a deployed policy must know of ``depth_new``, for ``edenrl.export``."""
+        meaning = f"1 when the image is new, every {self.interval} steps from the first on, otherwise 0"
+        return {"observations": {"depth_new": [{"name": "new image", "width": 1, "meaning": meaning}]}}
+
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
         """Adds the mark."""
         shape = (*observation_spec.shape, 1)

@@ -91,7 +91,7 @@ class HIMLayout:
             raise ValueError(
                 f"HIM reads a stack of frames, {history!r}, and one frame with the linear velocity, {critic!r}, and "
                 f"{lacking} are missing. Groups of this environment: {observation_groups(env.observation_spec)}. "
-                'Publish them (the quadruped: --env.kwargs.groups \'["history", "critic"]\'), or name others in '
+                'Publish them (the quadruped: env.kwargs.groups, such as ["history", "critic"]), or name others in '
                 "actor_groups and critic_groups."
             )
         widths = observation_groups(env.observation_spec, [history, critic])

@@ -1,6 +1,6 @@
 """What every training script shares: runs, checkpoints, logging, progress and evaluation."""
 
-from edenrl.training.checkpoint import Checkpoints, has_checkpoint, load_policy_weights, load_weights
+from edenrl.training.checkpoint import Checkpoints, has_checkpoint, load_policy_weights, load_weights, require_run
 from edenrl.training.environment import (
     append_primers,
     build_env,
@@ -44,6 +44,7 @@ __all__ = [
     "make_policy",
     "minibatches",
     "read_metrics",
+    "require_run",
     "rollout_metrics",
     "run_script",
     "setup",

@@ -10,8 +10,12 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torchrl.checkpoint import Checkpoint, CheckpointError, CheckpointRotation, StateDictCheckpointAdapter
+from torchrl.envs import EnvBase
 
-__all__ = ["Checkpoints", "has_checkpoint", "load_policy_weights", "load_weights"]
+from edenrl._files import about_rsl_rl
+from edenrl.training.observations import changed_observations, describe_observations
+
+__all__ = ["Checkpoints", "has_checkpoint", "load_policy_weights", "load_weights", "require_run"]
 
 
 class _Rotation(CheckpointRotation):
@@ -152,21 +156,48 @@ def has_checkpoint(run_dir: str | Path) -> bool:
     return _Rotation(Path(run_dir) / "checkpoints", keep_last=1).latest() is not None
 
 
-def load_policy_weights(policy: nn.Module, run_dir: str | Path, which: str = "best") -> Path:
+def require_run(run_dir: str | Path) -> None:
+    """Refuses what is no run directory.
+
+    Raises:
+        FileNotFoundError: saying what it is instead.
+
+    Examples:
+        >>> require_run("no-such-run")
+        Traceback (most recent call last):
+        ...
+        FileNotFoundError: no-such-run: no such directory; give the directory of a run.
+    """
+    path = Path(run_dir).expanduser()
+    if (path / "config.json").is_file():
+        return
+    if about := about_rsl_rl(path):
+        raise FileNotFoundError(about)
+    if not path.is_dir():
+        raise FileNotFoundError(f"{run_dir}: no such directory; give the directory of a run.")
+    raise FileNotFoundError(f"{run_dir} is not a run directory: it has no config.json.")
+
+
+def load_policy_weights(
+    policy: nn.Module, run_dir: str | Path, which: str = "best", *, env: EnvBase | None = None
+) -> Path:
     """Loads only the policy of a run, statistics included; see ``load_weights``.
 
     Args:
         policy: a policy built from the run's ``config.json``.
         run_dir: the run directory.
         which: as for ``load_weights``.
+        env: as for ``load_weights``.
 
     Returns:
         The path of the checkpoint that was read.
     """
-    return load_weights({"policy": policy}, run_dir, which)
+    return load_weights({"policy": policy}, run_dir, which, env=env)
 
 
-def load_weights(networks: Mapping[str, nn.Module], run_dir: str | Path, which: str = "best") -> Path:
+def load_weights(
+    networks: Mapping[str, nn.Module], run_dir: str | Path, which: str = "best", *, env: EnvBase | None = None
+) -> Path:
     """Loads some of a run's networks, statistics included; the rest of the checkpoint is not needed.
 
     Args:
@@ -174,6 +205,8 @@ def load_weights(networks: Mapping[str, nn.Module], run_dir: str | Path, which: 
         run_dir: the run directory.
         which: "best" (by the run's ``evaluation.metric``; the newest if none was evaluated), "latest", a checkpoint's
             path, or its name in the run's ``checkpoints/``.
+        env: the environment, as its simulator made it, that the networks were built for. When widths differ the error
+            then names the observation group and the term.
 
     Returns:
         The path of the checkpoint that was read.
@@ -193,20 +226,22 @@ def load_weights(networks: Mapping[str, nn.Module], run_dir: str | Path, which: 
         given = Path(which).expanduser()
         path = next((p for p in (given, rotation.directory / given) if Checkpoint.is_checkpoint(p)), None)
         if path is None:
+            if about := about_rsl_rl(given):
+                raise FileNotFoundError(about)
             there = ", ".join(sorted(p.name for p in rotation.directory.glob(f"{rotation.prefix}-*"))) or "nothing"
             raise FileNotFoundError(
                 f"{which} is no checkpoint, neither as a path nor in {rotation.directory}, which holds {there}. Give "
                 "one of these, 'best' or 'latest'."
             )
     if path is None:
-        if not Path(run_dir).is_dir():
-            raise FileNotFoundError(f"{run_dir}: no such directory; give the directory of a run.")
-        if not (Path(run_dir) / "config.json").is_file():
-            raise FileNotFoundError(f"{run_dir} is not a run directory: it has neither a config.json nor checkpoints.")
+        require_run(run_dir)
         raise FileNotFoundError(f"{run_dir} has no checkpoint yet: the run was stopped before its first one.")
     saved = Checkpoint.manifest(path)["metadata"]["layout"]
     if difference := _first_difference(saved, _layout(networks)):
-        raise CheckpointError(f"{path} does not fit this {' and '.join(networks)}: {difference}. Nothing was loaded.")
+        changed = "" if env is None else changed_observations(path.parent.parent, describe_observations(env))
+        raise CheckpointError(
+            f"{path} does not fit this {' and '.join(networks)}: {difference}.{changed} Nothing was loaded."
+        )
     device = next(next(iter(networks.values())).parameters()).device
     Checkpoint(**networks).load(path, map_location=device)
     return path

@@ -50,12 +50,12 @@ def export_run(
     """
     check_formats(formats)
     loaded = copy.deepcopy(policy)
-    path = load_policy_weights(loaded, run_dir, checkpoint)
     # In this process: what the environment declares cannot be read from others.
     cfg = cfg.model_copy(update={"env": cfg.env.model_copy(update={"vectorization": "sync"})})
     env = build_env(cfg, next(loaded.parameters()).device, num_envs=_ROWS)
-    env = append_primers(wrap_env(nominal_env(env), action_mode=cfg.env.action_mode), loaded)
     try:
+        path = load_policy_weights(loaded, run_dir, checkpoint, env=env)
+        env = append_primers(wrap_env(nominal_env(env), action_mode=cfg.env.action_mode), loaded)
         return export_policy(
             loaded,
             env,

@@ -10,6 +10,7 @@ from typing import Any
 
 from tensordict import TensorDictBase
 from torch import Tensor, nn
+from torchrl.checkpoint import CheckpointError
 from torchrl.envs import EnvBase, TransformedEnv
 
 from edenrl import distributed
@@ -21,6 +22,7 @@ from edenrl.training.environment import build_env, collector_options, evaluate_r
 from edenrl.training.exporting import export_run, require_export
 from edenrl.training.folder import RunFolder, run_directory
 from edenrl.training.metrics import IterationMetrics
+from edenrl.training.observations import changed_observations, describe_observations, save_observations
 from edenrl.training.optimization import Trained, build_gradient_step
 from edenrl.training.progress import format_table, print_line
 from edenrl.training.reports import run_table
@@ -98,6 +100,7 @@ class Run:
         self.unit = "frames"
         self.iteration, self.elapsed = 0, 0.0
         self.evaluation: dict[str, float] = {}
+        self._env: EnvBase | None = None
         self._components: dict[str, Any] = {}
         self._restarts: list[Callable[[int], None]] = []
         self._batches: dict[int, Iterator[TensorDictBase]] = {}
@@ -124,6 +127,7 @@ class Run:
     def env(self) -> EnvBase:
         """The environment of ``cfg.env`` as its simulator made it: networks are built from its exact specs."""
         env = build_env(self.cfg, self.device)
+        self._env = env
         self._metrics.box = action_box(env)
         if self._evaluate is None:
             self._evaluate = self._evaluate_policy
@@ -222,7 +226,7 @@ class Run:
             which: as for ``load_weights``.
         """
         if run_dir is not None and self.is_new:
-            load_weights({name: self._components[name] for name in names}, run_dir, which)
+            load_weights({name: self._components[name] for name in names}, run_dir, which, env=self._env)
 
     def begin(self) -> None:
         """Creates the run directory, or restores the newest checkpoint; the first iteration does it where nobody has.
@@ -237,11 +241,13 @@ class Run:
         self.folder = RunFolder(cfg, self.algorithm, self.dir, self._components, {"run": self})
         self.folder.acquire()
         try:
-            resumed = self.folder.restore()
+            resumed = self._restore()
             self._began = time.monotonic()
             distributed.broadcast_modules([c for c in self._components.values() if isinstance(c, nn.Module)])
             total, done = (n * self.frames_per_iteration for n in (self.iterations, self.iteration))
             self.folder.open_outputs(self.iteration, done, total, self.unit)
+            if self.leads and self._env is not None:
+                save_observations(self.dir, describe_observations(self._env))
             self._say_where_it_starts(resumed)
             self._stop = StopRequest(self.folder.say)
             self._stop.catch_signals()
@@ -252,6 +258,16 @@ class Run:
             self.folder.close("failed", error, self._where())
             raise
         self._begun = True
+
+    def _restore(self) -> bool:
+        """Continues from the newest checkpoint; an error about widths names the observation group that changed."""
+        try:
+            return self.folder.restore()
+        except CheckpointError as error:
+            if self._env is None:
+                raise
+            changed = changed_observations(self.dir, describe_observations(self._env))
+            raise CheckpointError(f"{error}{changed}") from error
 
     def __iter__(self) -> Iterator[int]:
         self.begin()

@@ -217,7 +217,7 @@ def test_a_rollout_of_the_policy_is_what_the_collector_collects(student_run):
 @refusals(
     """
  -> No teacher was given
-    nowhere -> nowhere is not a run directory
+    nowhere -> nowhere: no such directory
     TEACHER --algorithm.steps_per_env=12 -> steps_per_env 12 is not a multiple of update_interval 5
     TEACHER --env.name=OtherCadence -> update_interval=5 steps; OtherCadence makes a new image every 4
     TEACHER --algorithm.update_interval=2 -> update_interval=2 steps; DepthTask makes a new image every 5

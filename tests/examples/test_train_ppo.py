@@ -34,7 +34,7 @@ def test_a_run_leaves_what_the_documentation_promises(tmp_path, capsys):
     out, err = capsys.readouterr()
     assert "success" in out and "best checkpoint" in out and "\r" not in out + err
     files = {p.name for p in (tmp_path / "run").iterdir()}
-    assert files == {"config.json", "metrics.csv", "progress.json", "checkpoints"}
+    assert files == {"config.json", "metrics.csv", "observations.json", "progress.json", "checkpoints"}
     header = (tmp_path / "run" / "metrics.csv").read_text().splitlines()[0].split(",")
     assert sorted(header) == sorted(COLUMNS)
     progress = json.loads((tmp_path / "run" / "progress.json").read_text())

@@ -80,7 +80,7 @@ def test_every_script_has_its_case_and_its_presets():
 def test_a_run_leaves_what_the_documentation_promises(script, finished):
     files = {path.name for path in finished.iterdir()}
     own = {"trot.npz"} if script.name == "train_amp" else set()
-    assert files == {"config.json", "metrics.csv", "progress.json", "checkpoints"} | own
+    assert files == {"config.json", "metrics.csv", "observations.json", "progress.json", "checkpoints"} | own
     progress = json.loads((finished / "progress.json").read_text())
     assert progress["state"] == "complete" and progress["step"] == progress["total"] == 6 * script.frames
     table = read_metrics(finished / "metrics.csv")

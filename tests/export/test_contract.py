@@ -17,7 +17,8 @@ from torchrl.envs import (
     TransformedEnv,
 )
 
-from edenrl.envs import ClipAction, PointMass, make_env, wrap_env
+from edenrl.envs import ClipAction, GymVectorEnv, PointMass, make_env, wrap_env
+from edenrl.envs.quadruped import GROUPS, JOINT_NAMES, RANDOMIZATION
 from edenrl.export import EnvContract, PolicySpec, export_policy, load_policy, nominal_env
 from edenrl.modules import gaussian_actor, make_actor, observation_groups
 
@@ -58,6 +59,118 @@ def test_gymnasium_tells_what_it_knows(tmp_path):
     assert cart_pole.rate.control_dt == 0.02
     assert (cart_pole.actions.kind, cart_pole.actions.dim, cart_pole.actions.scale) == ("discrete", 2, None)
     assert cart_pole.model.outputs[0].model_dump() == {"name": "actions", "dtype": "int64", "shape": ["batch"]}
+
+
+@pytest.mark.parametrize("declared", [{}, {"rate": {"control_dt": 0.02}}, {"actions": {"names": ["x", "y"]}}])
+def test_what_is_not_declared_is_not_invented(tmp_path, declared):
+    env = PointMass(2)
+    env.policy_contract = lambda: declared
+    actions = spec_of(env, tmp_path).actions
+    assert (actions.scale, actions.bias, actions.clip) == (None, None, None)
+    # A scaling around an unknown one is unknown as well, and said to be there.
+    scaling = ActionScaling(loc=torch.tensor([0.5, 0.0]), scale=torch.tensor([2.0, 4.0]))
+    actions = spec_of(TransformedEnv(env, Compose(scaling, ClipAction())), tmp_path).actions
+    assert (actions.scale, actions.bias, actions.transforms) == (None, None, ["ActionScaling"])
+    assert (actions.low, actions.high, actions.clip) == ([-0.75, -0.25], [0.25, 0.25], True)
+
+
+def test_a_gymnasium_wrapper_around_the_actions_leaves_them_undeclared(tmp_path):
+    pytest.importorskip("mujoco")
+    import gymnasium
+    from gymnasium.vector import AutoresetMode, SyncVectorEnv
+
+    def rescaled():
+        return gymnasium.wrappers.RescaleAction(gymnasium.make("Hopper-v5"), -0.5, 0.5)
+
+    actions = spec_of(make_env("Hopper-v5", 2, seed=0), tmp_path / "plain").actions
+    assert (actions.scale, actions.bias, actions.clip) == ([1.0] * 3, [0.0] * 3, True)
+    env = GymVectorEnv(SyncVectorEnv([rescaled] * 2, autoreset_mode=AutoresetMode.DISABLED))
+    actions = spec_of(env, tmp_path / "wrapped").actions
+    assert (actions.scale, actions.bias, actions.clip, actions.names) == (None, None, None, None)
+
+
+OWN = ("PointMass", "HiddenPointMass", "ConflictPointMass", "CartPoleSwingUp", "Quadruped", "QuadrupedTerrain")
+
+
+def test_none_of_our_environments_is_left_out(built_in_environments):
+    assert set(OWN) == built_in_environments
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_our_environments_declare_every_group_they_publish(name):
+    options = {}
+    if name.startswith("Quadruped"):
+        pytest.importorskip("mujoco", minversion="4.0")
+        options = dict(groups=GROUPS, history_length=3, prop_history_length=4, num_threads=1)
+    env = make_env(name, 2, seed=0, **options)
+    contract = EnvContract.model_validate(nominal_env(env).policy_contract())
+    specs = {key: leaf for key, leaf in env.observation_spec.items(True, True) if isinstance(key, str)}
+    shapes = {key: leaf.shape[1:] for key, leaf in specs.items()}
+    for key in ("critic", "priv_explicit", "priv_latent"):
+        if name == "HiddenPointMass":
+            del shapes[key]  # of the simulation, which no deployment has
+    assert set(contract.observations) >= set(shapes)
+    for key, shape in shapes.items():
+        frames = contract.histories[key].frames if key in contract.histories else 1
+        assert sum(term.width for term in contract.observations[key]) * frames == shape.numel(), key
+    assert contract.rate.control_dt and contract.actions.names and contract.actions.meaning
+    assert (contract.actions.scale is None) == (name == "HiddenPointMass")
+    assert not contract.randomized
+
+
+@pytest.mark.parametrize("name", ["Quadruped", "QuadrupedTerrain"])
+def test_the_quadruped_tells_what_moves_it(tmp_path, name):
+    pytest.importorskip("mujoco", minversion="4.0")
+    spec = spec_of(nominal_env(make_env(name, 2, seed=0, num_threads=1)), tmp_path)
+    assert spec.actions.scale == [0.25] * 12 and spec.actions.bias == [0.0, 0.88, -1.58] * 4
+    assert (spec.actions.low, spec.actions.high, spec.actions.clip) == ([-4.0] * 12, [4.0] * 12, True)
+    (robot,) = spec.entities
+    assert robot.joint_names == spec.actions.names == list(JOINT_NAMES)
+    assert robot.default_positions == [0.0, 0.88, -1.58] * 4
+    assert (robot.stiffness, robot.damping) == ([40.0] * 12, [1.0] * 12)
+    assert robot.effort_limits == [24.0, 24.0, 36.0] * 4
+    assert spec.rate.model_dump() == {"control_dt": 0.02, "decimation": 4, "sim_dt": 0.005}
+
+
+@pytest.mark.parametrize(
+    ("randomize", "names"),
+    [
+        (True, ["motor_strength", "kp", "kd", "joint_offset"]),
+        ({"friction": [0.2, 0.3], "push": [0.0, 0.0], "kp": [1.0, 1.0], "joint_offset": [0.0, 0.0]}, None),
+        (False, []),
+    ],
+)
+def test_a_quadruped_with_random_motors_has_no_single_spec(tmp_path, randomize, names):
+    pytest.importorskip("mujoco", minversion="4.0")
+    names = ["motor_strength", "kd"] if names is None else names
+    env = make_env("Quadruped", 3, seed=7, num_threads=1, randomize=randomize)
+    assert env.policy_contract()["randomized"] == names
+    if names:
+        with pytest.raises(ValueError, match="Quadruped randomizes .* Export with nominal_env"):
+            spec_of(env, tmp_path)
+    nominal_env(env)
+    # Also in the episodes under way, and in those to come.
+    for _ in range(2):
+        for row in range(3):
+            model, _ = env.simulation(row)
+            assert model.actuator_gainprm[:, 0].tolist() == [40.0] * 12
+            assert model.actuator_biasprm[:, 2].tolist() == [-1.0] * 12
+            assert model.actuator_forcerange[:, 1].tolist() == [24.0, 24.0, 36.0] * 4
+        env.reset()
+    assert not env._rows.joint_offset.any()
+
+
+def test_a_fixed_parameter_is_part_of_the_spec(tmp_path):
+    pytest.importorskip("mujoco", minversion="4.0")
+    fixed = {name: [low, low] for name, (low, _) in RANDOMIZATION.items()}
+    fixed |= {"kp": [0.5, 0.5], "kd": [2.0, 2.0], "motor_strength": [0.8, 0.8], "joint_offset": [0.1, 0.1]}
+    env = make_env("Quadruped", 2, seed=0, num_threads=1, randomize=fixed)
+    spec = spec_of(nominal_env(env), tmp_path)
+    model, _ = env.simulation(0)
+    assert spec.entities[0].stiffness == pytest.approx(model.actuator_gainprm[:, 0].tolist())
+    assert spec.entities[0].damping == pytest.approx((-model.actuator_biasprm[:, 2]).tolist())
+    assert spec.entities[0].effort_limits == pytest.approx(model.actuator_forcerange[:, 1].tolist())
+    assert spec.actions.bias == pytest.approx([0.1, 0.98, -1.48] * 4)
 
 
 class Arm(PointMass):
@@ -109,7 +222,7 @@ def test_half_open_boxes_have_null_bounds(tmp_path):
     low, high = torch.tensor([[-1.0, -torch.inf]] * 2), torch.tensor([[torch.inf, 0.4]] * 2)
     env.action_spec = Bounded(low, high)
     actions = spec_of(env, tmp_path).actions
-    assert (actions.low, actions.high, actions.clip) == ([-1.0, None], [None, 0.4], False)
+    assert (actions.low, actions.high, actions.clip) == ([-1.0, None], [None, 0.4], None)
     env.action_spec = Unbounded((2, 2))
     assert spec_of(env, tmp_path).actions.low is None
 
@@ -148,7 +261,26 @@ def test_randomized_contract_values_are_refused_or_switched_off(tmp_path):
     [
         ({"observation": {}}, "PointMass.policy_contract.. is not a valid EnvContract"),
         ({"observations": {"observation": [{"name": "all", "width": 13}]}}, "lists 13 features .* which has 14"),
-        ({"actions": {"scale": [1.0]}}, "declares actions with {'scale': 1} entries; the action has 2"),
+        ({"actions": {"scale": [1.0] * 2}}, "actions.scale and actions.bias belong together"),
+        (
+            {"observations": {"observation": [{"name": "all", "width": 14, "scale": [1.0]}]}},
+            "1 factors in scale for 14",
+        ),
+        (
+            {"histories": {"observation": {"frames": 3, "order": "oldest_first"}}},
+            "14 features, no multiple of the 3 frames",
+        ),
+        (
+            {
+                "observations": {"observation": [{"name": "all", "width": 5}]},
+                "histories": {"observation": {"frames": 2, "order": "oldest_first"}},
+            },
+            "lists 5 features a frame, in 2 frames, for 'observation', which has 14",
+        ),
+        (
+            {"actions": {"scale": [1.0], "bias": [0.0]}},
+            "declares actions with {'scale': 1, 'bias': 1} entries; the action has 2",
+        ),
         ({"entities": [{"name": "arm", "joint_names": ["a", "b"], "damping": [1.0]}]}, "damping has 1 values for 2"),
         ({"rate": {"control_dt": float("nan")}}, "finite"),
     ],

@@ -1,7 +1,7 @@
 """One robot for every algorithm: a batched MuJoCo quadruped on flat ground and on terrain."""
 
 from edenrl.envs.quadruped.groups import GROUPS, group_mirrors, mirror_joints
-from edenrl.envs.quadruped.model import DEFAULT_POSE, JOINT_NAMES, LEGS, build_model
+from edenrl.envs.quadruped.model import DEFAULT_POSE, JOINT_NAMES, LEGS, build_model, model_xml
 from edenrl.envs.quadruped.on_terrain import QuadrupedTerrain
 from edenrl.envs.quadruped.quadruped import Quadruped
 from edenrl.envs.quadruped.randomization import RANDOMIZATION
@@ -26,6 +26,7 @@ __all__ = [
     "build_model",
     "group_mirrors",
     "mirror_joints",
+    "model_xml",
     "save_trot_clips",
     "trot_clip",
 ]

@@ -9,7 +9,7 @@ import numpy as np
 if TYPE_CHECKING:
     from edenrl.envs.quadruped.terrain import HeightField
 
-__all__ = ["DEFAULT_POSE", "JOINT_NAMES", "LEGS", "build_model"]
+__all__ = ["DEFAULT_POSE", "JOINT_NAMES", "LEGS", "build_model", "model_xml"]
 
 LEGS = ("FL", "FR", "RL", "RR")
 JOINT_NAMES = tuple(f"{leg}_{joint}" for leg in LEGS for joint in ("abduction", "hip", "knee"))
@@ -52,6 +52,36 @@ def build_model(height_field: HeightField | None = None) -> Any:
         (19, 18, 12, 13.0)
     """
     mujoco = load_mujoco()
+    model = _model_spec(mujoco, height_field).compile()
+    # The compiler notes that the trunk's inertial frame is its own and then never reads it; its centre is randomized.
+    model.body_sameframe[model.body("trunk").id] = mujoco.mjtSameFrame.mjSAMEFRAME_NONE
+    if height_field is not None:
+        model.hfield_data[:] = height_field.normalized().ravel()
+    return model
+
+
+def model_xml() -> str:
+    """The robot on flat ground as MJCF, for a simulator of your own: MuJoCo loads it without this library.
+
+    Returns:
+        The text of the file. Joints, actuators and sensors have the names that ``build_model`` gives them.
+
+    Raises:
+        ImportError: MuJoCo is missing or older than 4.0.
+
+    Examples:
+        >>> import mujoco
+        >>> from edenrl.envs.quadruped import model_xml
+        >>> mujoco.MjModel.from_xml_string(model_xml()).nu
+        12
+    """
+    spec = _model_spec(load_mujoco(), None)
+    spec.compile()
+    xml: str = spec.to_xml()
+    return xml
+
+
+def _model_spec(mujoco: Any, height_field: HeightField | None) -> Any:
     spec = mujoco.MjSpec()
     spec.compiler.degree = False
     spec.option.timestep = PHYSICS_DT
@@ -61,12 +91,7 @@ def build_model(height_field: HeightField | None = None) -> Any:
     spec.visual.global_.offwidth, spec.visual.global_.offheight = 960, 720
     _add_ground(spec, mujoco, height_field)
     _add_robot(spec, mujoco)
-    model = spec.compile()
-    # The compiler notes that the trunk's inertial frame is its own and then never reads it; its centre is randomized.
-    model.body_sameframe[model.body("trunk").id] = mujoco.mjtSameFrame.mjSAMEFRAME_NONE
-    if height_field is not None:
-        model.hfield_data[:] = height_field.normalized().ravel()
-    return model
+    return spec
 
 
 def load_mujoco() -> Any:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
+from edenrl.envs.quadruped.contract import SPEC_VALUES, quadruped_contract
 from edenrl.envs.quadruped.groups import GROUPS, POLICY_WIDTH, group_mirrors
 from edenrl.envs.quadruped.model import DEFAULT_POSE, JOINT_NAMES
 from edenrl.envs.quadruped.observations import ACTION_LIMIT, DEPTH_INTERVAL, QuadrupedObservations
@@ -331,6 +332,21 @@ class Quadruped(QuadrupedObservations):
         error = np.hypot(k.velocity[:, 0] - rows.command[:, 0], k.velocity[:, 1] - rows.command[:, 1])
         rows.velocity_error += share * (error - rows.velocity_error)
         rows.yaw_error += share * (np.abs(k.angular[:, 2] - rows.command[:, 2]) - rows.yaw_error)
+
+    def policy_contract(self) -> dict[str, Any]:
+        """What a deployed policy must know, for ``edenrl.export``: terms, histories, actions, rate, joints."""
+        frames = {"history": self.history_length, "prop_history": self.prop_history_length}
+        return quadruped_contract(self._random, frames, DT, DEPTH_INTERVAL, ACTION_SCALE)
+
+    def set_nominal(self) -> None:
+        """Switch off, also in the episodes under way, what is randomized of the values that a policy spec states."""
+        for name in SPEC_VALUES:
+            if self._random[name][0] != self._random[name][1]:
+                self._random[name] = (NOMINAL[name], NOMINAL[name])
+            getattr(self._rows, name)[:] = self._random[name][0]
+        for name in ("kp", "kd"):
+            getattr(self._rows, name)[:] *= self._rows.motor_strength
+        self._write_parameters(np.arange(self.num_envs))
 
     def get_extra_state(self) -> dict[str, Any]:
         """Everything needed to continue bit for bit; stored by ``state_dict()`` under ``"_extra_state"``."""
