@@ -9,6 +9,7 @@ import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from tensordict.nn import ProbabilisticTensorDictSequential, dispatch
 from torch import Tensor, nn
+from torchrl.modules.distributions.utils import sample_and_log_prob
 from torchrl.objectives import LossModule
 
 from edenrl.objectives.base import LossMixin, require, require_not_negative
@@ -162,7 +163,8 @@ class APGLoss(LossMixin, LossModule):
             try:
                 return distribution.entropy()
             except NotImplementedError:
-                return -distribution.log_prob(distribution.rsample())
+                # Of one draw, scored before any squashing: an action that is saturated cannot be inverted.
+                return -sample_and_log_prob(distribution, reparameterize=True)[1]
 
 
 def _steps_since_done(done: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from edenrl.modules.rma import RMA_CHUNKS, HistoryEncoder, RMAActor
 from edenrl.modules.rma_compositions import RMAComposition, rma_composition, rma_policy
 from edenrl.modules.simba import HyperDense, Scaler, SimBa, post_step_hook, project_
 from edenrl.modules.simba_actor_critic import GaussianSimBa, GroupEncoder, GroupSimBa, simba_actor, simba_critic
+from edenrl.modules.squash import PRE_SQUASH, SquashedActor, squashed_log_prob
 from edenrl.modules.symmetry import MirrorAugmentation, SignedPermutation
 from edenrl.modules.unit_norm import (
     UnitBatchNorm,
@@ -55,6 +56,7 @@ __all__ = [
     "HistoryEncoder",
     "HyperDense",
     "MirrorAugmentation",
+    "PRE_SQUASH",
     "RMAActor",
     "RMAComposition",
     "RMA_CHUNKS",
@@ -63,6 +65,7 @@ __all__ = [
     "Scaler",
     "SignedPermutation",
     "SimBa",
+    "SquashedActor",
     "StateIndependentStd",
     "TaskConstraint",
     "UnitBatchNorm",
@@ -87,6 +90,7 @@ __all__ = [
     "simba_actor",
     "simba_critic",
     "sinkhorn",
+    "squashed_log_prob",
     "unit_norm_hook",
     "update_normalization",
     "value_critic",
