@@ -103,6 +103,10 @@ class APGLoss(LossMixin, LossModule):
         step = [("next", names.reward), ("next", names.done), names.elapsed, names.objective_scale]
         return [*self.actor_network.in_keys, *step]
 
+    def _finite_keys(self) -> list[NestedKey]:
+        # What follows the end of an episode may be NaN, and GradientStep drops what an exploding simulator gives.
+        return []
+
     def _make_out_keys(self) -> list[NestedKey]:
         losses = ["loss_objective"] if self.entropy_coeff is None else ["loss_objective", "loss_entropy"]
         return [*losses, "objective", "entropy", "alive_fraction"]

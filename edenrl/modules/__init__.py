@@ -12,6 +12,7 @@ from edenrl.modules.amp import AMPReward, Discriminator, FrameNorm, SaturationWa
 from edenrl.modules.constraint import TaskConstraint
 from edenrl.modules.depth import DepthBackbone, DepthEncoder, DepthStudent
 from edenrl.modules.depth_policy import DEPTH_STATES, DepthPolicy, DepthRefresh, require_depth_interval
+from edenrl.modules.finite import refuse_nonfinite
 from edenrl.modules.flashsac import FlashActor, FlashCritic, flash_actor, flash_critic
 from edenrl.modules.him import HIMActor, HIMEstimator, him_actor, sinkhorn
 from edenrl.modules.him_layout import HIMLayout
@@ -83,6 +84,7 @@ __all__ = [
     "post_step_hook",
     "project_",
     "project_unit_norms_",
+    "refuse_nonfinite",
     "require_depth_interval",
     "rma_composition",
     "rma_policy",

@@ -16,6 +16,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 from torchrl.data import Composite
 from torchrl.envs import Transform
 
+from edenrl.modules.finite import refuse_nonfinite
 from edenrl.modules.normalization import RunningNorm
 
 __all__ = ["AMPReward", "Discriminator", "FrameNorm", "SaturationWatch"]
@@ -168,7 +169,8 @@ class AMPReward(TensorDictModuleBase):
         style_key: where the style reward is written. Default ``("next", "style_reward")``.
 
     Raises:
-        ValueError: a negative ``coeff`` or ``scale``; windows or gates of another shape; windows that are not finite.
+        ValueError: a negative ``coeff`` or ``scale``; windows or gates of another shape; windows, gates or rewards that
+            are not finite.
         KeyError: data without one of the keys.
 
     Source: Peng et al. 2021, "AMP", arXiv:2104.02180.
@@ -246,12 +248,8 @@ class AMPReward(TensorDictModuleBase):
                 f"{self.discriminator.frame_dim}), gates and rewards [*batch, 1]; got {tuple(window.shape)}, "
                 f"{tuple(gate.shape)} and {tuple(reward.shape)}."
             )
-        finite = window.isfinite().all(-1)
-        if not bool(finite.all()):
-            raise ValueError(
-                f"{self.in_keys[0]!r} is not finite at {(~finite).nonzero()[0].tolist()} (environment, step). Fix the "
-                "environment that produced it."
-            )
+        # The reward as well: what is added to it must not hide what it was.
+        refuse_nonfinite(tensordict, self.in_keys)
         return window, gate, reward
 
     def metrics(self, tensordict: TensorDictBase) -> dict[str, Tensor]:

@@ -75,7 +75,8 @@ class UnitBatchNorm(nn.Module):
     """Batch norm whose scale and shift together have norm sqrt(dim); ``project_`` restores it after a step.
 
     Each call says which statistics normalize. They do not depend on ``train()`` or ``eval()``, because a policy must
-    act on the running ones also while it is trained.
+    act on the running ones also while it is trained. A feature whose batch statistics are not finite leaves its running
+    ones as they were.
 
     Args:
         dim: number of features.
@@ -121,7 +122,13 @@ class UnitBatchNorm(nn.Module):
             # All members are the channels of one sample of length ``batch``: no copy and a single kernel.
             rows, affine = x.reshape(1, -1, x.shape[-1]), [part.view(-1) for part in affine]
         mean, var, scale, shift = affine
-        return F.batch_norm(rows, mean, var, scale, shift, batch_stats, self.momentum, self.eps).view(x.shape)
+        before = (mean.clone(), var.clone()) if batch_stats else ()
+        out = F.batch_norm(rows, mean, var, scale, shift, batch_stats, self.momentum, self.eps).view(x.shape)
+        # A batch that overflows gives a loss that is not finite, whose step is dropped. The statistics would keep it.
+        # Through ``data``, as batch_norm itself writes them: a pass that awaits its backward may have read them.
+        for statistic, old in zip((mean, var), before, strict=False):
+            statistic.data.copy_(torch.where(statistic.isfinite(), statistic, old))
+        return out
 
     @torch.no_grad()
     def project_(self) -> None:
