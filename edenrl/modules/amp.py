@@ -17,7 +17,8 @@ from torchrl.data import Composite
 from torchrl.envs import Transform
 
 from edenrl.modules.finite import refuse_nonfinite
-from edenrl.modules.normalization import RunningNorm
+from edenrl.modules.mlp import at_least
+from edenrl.modules.normalization import RunningNorm, root
 
 __all__ = ["AMPReward", "Discriminator", "FrameNorm", "SaturationWatch"]
 
@@ -53,8 +54,11 @@ class FrameNorm(RunningNorm):
     def forward(self, x: Tensor) -> Tensor:
         """Returns the normalized frames ``(*batch, f)``."""
         dtype = torch.promote_types(x.dtype, self.dtype)
-        out = (x - self.mean.to(dtype)) / (self.var.to(dtype) + self.eps**2).sqrt()
-        return out.clamp(-self.clip, self.clip) if self.clip is not None else out
+        wide = torch.promote_types(dtype, torch.float32)
+        out = (x.to(wide) - self.mean.to(wide)) / root(self.var, wide, self.eps**2)
+        if self.clip is not None:
+            out = out.clamp(-self.clip, self.clip)
+        return out.to(dtype)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FrameNorm:
         exact = self.count
@@ -111,7 +115,7 @@ class Discriminator(nn.Module):
     def normalize(self, windows: Tensor) -> Tensor:
         """Normalizes the frames of raw windows ``(*batch, K * f)``, same shape."""
         if self.norm is None:
-            return windows
+            return at_least(windows, next(self.parameters(), windows))
         normalized: Tensor = self.norm(windows.unflatten(-1, (self.num_frames, self.frame_dim)))
         return normalized.flatten(-2)
 

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from edenrl.modules.mlp import at_least
 from edenrl.modules.projection import project_after_steps, require_sizes, unit_rows_
 
 __all__ = ["HyperDense", "Scaler", "SimBa", "post_step_hook", "project_"]
@@ -170,7 +171,7 @@ class SimBa(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps ``(*batch, in_features)`` to ``(*batch, out_features)``."""
-        return self.head(self.blocks(self.embedder(x)))
+        return self.head(self.blocks(self.embedder(at_least(x, self.head.bias))))
 
     def project_(self) -> None:
         """Brings every weight row back to unit norm, in place."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -107,6 +109,14 @@ class UnitBatchNorm(nn.Module):
         self.register_buffer("running_mean", torch.zeros(shape))
         self.register_buffer("running_var", torch.ones(shape))
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> UnitBatchNorm:
+        """Keeps the statistics in float32 or better: every cast and move of a module comes through here."""
+        exact = self.running_mean, self.running_var
+        super()._apply(fn, recurse)
+        if torch.promote_types(self.running_mean.dtype, torch.float32) != self.running_mean.dtype:
+            self.running_mean, self.running_var = (part.to(self.scale.device) for part in exact)
+        return self
+
     def forward(self, x: Tensor, batch_stats: bool = False, member: int | None = None) -> Tensor:
         """Normalizes features in the layout of ``UnitLinear``.
 
@@ -122,13 +132,16 @@ class UnitBatchNorm(nn.Module):
             # All members are the channels of one sample of length ``batch``: no copy and a single kernel.
             rows, affine = x.reshape(1, -1, x.shape[-1]), [part.view(-1) for part in affine]
         mean, var, scale, shift = affine
+        dtype = x.dtype
+        if scale.dtype != mean.dtype:  # the layer was cast to half precision, which is too small for variances
+            rows, scale, shift = (part.to(mean.dtype) for part in (rows, scale, shift))
         before = (mean.clone(), var.clone()) if batch_stats else ()
         out = F.batch_norm(rows, mean, var, scale, shift, batch_stats, self.momentum, self.eps).view(x.shape)
         # A batch that overflows gives a loss that is not finite, whose step is dropped. The statistics would keep it.
         # Through ``data``, as batch_norm itself writes them: a pass that awaits its backward may have read them.
         for statistic, old in zip((mean, var), before, strict=False):
             statistic.data.copy_(torch.where(statistic.isfinite(), statistic, old))
-        return out
+        return out.to(dtype)
 
     @torch.no_grad()
     def project_(self) -> None:
