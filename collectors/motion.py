@@ -24,6 +24,11 @@ _log = logging.getLogger("edenrl")
 _AT_ONCE = 8192  # windows that are compared with the references at a time
 
 
+def _distances(windows: Tensor, references: Tensor) -> Tensor:
+    # The default computes large batches by a matrix product, which loses most digits of small distances.
+    return torch.cdist(windows, references, compute_mode="donot_use_mm_for_euclid_dist")
+
+
 class MotionDataset:
     """Windows of consecutive frames from recorded motion clips, between the recorded frames as well.
 
@@ -213,7 +218,7 @@ class MotionDataset:
             ValueError: a base whose window does not lie within its clip.
         """
         low, high = self._bounds()
-        outside = (base < low) | (base >= high[clip])
+        outside = ~((base >= low) & (base < high[clip]))  # also NaN
         if bool(outside.any()):
             row = int(outside.nonzero()[0])
             raise ValueError(
@@ -252,7 +257,7 @@ class MotionDataset:
         references = self._gather(clip, base).flatten(1)
         # In parts: all distances at once, for a rollout of thousands of environments, would take gigabytes.
         parts = windows.reshape(-1, self.window_dim).split(_AT_ONCE)
-        nearest = torch.cat([torch.cdist(part, references).amin(-1) for part in parts])
+        nearest = torch.cat([_distances(part, references).amin(-1) for part in parts])
         return (nearest / math.sqrt(self.window_dim)).reshape(windows.shape[:-1])
 
     def state_dict(self) -> dict[str, Any]:

@@ -226,7 +226,11 @@ class FlashSACLoss(LossMixin, LossModule):
 
     @torch.no_grad()
     def update_target(self) -> None:
-        """Moves the target's parameters towards the online critic's by ``tau``."""
+        """Moves the target's parameters towards the online critic's by ``tau``.
+
+        They are not projected, as in the published code: rows of the target are averages of unit vectors and lie up to
+        a few percent inside the sphere.
+        """
         target, online = (list(net.parameters()) for net in (self.target_critic, self.critic_network))
         torch._foreach_lerp_(target, online, self.tau)
 

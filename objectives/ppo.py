@@ -54,7 +54,10 @@ class PPOLoss(LossMixin, ClipPPOLoss):
         entropy_coeff: weight of the entropy bonus.
         critic_coeff: weight of the value loss; 0 leaves the critic out.
         loss_critic_type: "l2", "l1" or "smooth_l1".
-        clip_value: clip the change of the value to ``clip_epsilon`` (True), to a given range, or not at all.
+        clip_value: clip the change of the value to ``clip_epsilon`` (True), to a given range, or not at all (False or
+            None). The range is in units of the value, so True holds back the critic where returns are large:
+            ``value_clip_fraction``, the share of values that were clipped, is then near 1. Give a range that fits the
+            returns, normalize the reward, or switch it off. Default True.
         action_bound_coeff: weight of mean(relu(loc - 1)^2) + mean(relu(-loc - 1)^2), on the mean before any tanh.
         kwargs: further options of the parent, such as ``normalize_advantage``, ``reduction`` or ``functional``.
 
@@ -103,15 +106,15 @@ class PPOLoss(LossMixin, ClipPPOLoss):
         entropy_coeff: float = 0.01,
         critic_coeff: float = 1.0,
         loss_critic_type: str = "l2",
-        clip_value: bool | float = True,
+        clip_value: bool | float | None = True,
         action_bound_coeff: float = 0.0,
         **kwargs: Any,
     ) -> None:
         require_not_negative(
             self, entropy_coeff=entropy_coeff, critic_coeff=critic_coeff, action_bound_coeff=action_bound_coeff
         )
-        if not isinstance(clip_value, bool):
-            require(self, "clip_value", clip_value, clip_value > 0, "True, False or a positive range")
+        if not isinstance(clip_value, bool) and clip_value is not None:
+            require(self, "clip_value", clip_value, clip_value > 0, "True, False, None or a positive range")
         if isinstance(clip_epsilon, (int, float)):
             wanted = "in (0, 1) or, for a wider upper range, as a pair (low, high)"
             require(self, "clip_epsilon", clip_epsilon, 0 < clip_epsilon < 1, wanted)

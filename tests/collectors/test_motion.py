@@ -368,3 +368,16 @@ def test_the_buffer_continues_and_leaves_the_global_generator_alone():
         for buffer in (one, other):
             buffer.add_rollout(rollout[:, :7])
     assert torch.equal(one[:]["amp_window"], other[:]["amp_window"]) and torch.equal(before, torch.get_rng_state())
+
+
+def test_small_distances_keep_their_digits(tmp_path):
+    motion = MotionDataset(bundle(tmp_path / "a.npz", 300 + 0 * line(60)), 3)
+    for offset in (1e-3, 5e-3):
+        windows = torch.full((100, 6), 300.0) + offset
+        torch.testing.assert_close(motion.distance(windows), torch.full((100,), offset), rtol=0.05, atol=0)
+
+
+def test_a_base_that_is_no_number_is_refused(tmp_path):
+    motion = MotionDataset(bundle(tmp_path / "a.npz", line(9)), 3)
+    with pytest.raises(ValueError, match="base nan was given for motion_0"):
+        motion.windows(torch.tensor([0]), torch.tensor([float("nan")]))

@@ -411,3 +411,19 @@ def test_renamed_parameters_of_the_distribution_stay_in_keys(loss_class, names):
     assert torch.equal(loss(data)["kl"], expected)
     loss.set_keys(**dict.fromkeys(names))
     assert {"loc", "scale"} <= set(loss.in_keys)
+
+
+def test_no_value_clipping_has_two_names():
+    actor, critic = gaussian_actor({"observation": 3}, 2), value_critic({"observation": 3})
+    td = rollout(actor, critic)
+    without, off = PPOLoss(actor, critic, clip_value=None), PPOLoss(actor, critic, clip_value=False)
+    assert torch.equal(without(td)["loss_critic"], off(td)["loss_critic"]) and without.out_keys == off.out_keys
+    with pytest.raises(ValueError, match="clip_value True, False, None or a positive range, got -1"):
+        PPOLoss(actor, critic, clip_value=-1)
+
+
+def test_the_share_of_clipped_values_is_logged():
+    actor, critic = gaussian_actor({"observation": 3}, 2), value_critic({"observation": 3})
+    td = rollout(actor, critic)
+    td["state_value"] += 1000.0
+    assert PPOLoss(actor, critic)(td)["value_clip_fraction"].item() == 1.0
