@@ -80,6 +80,16 @@ class SquashedActor(ProbabilisticActor):
     Args:
         module: writes ``loc`` and ``scale``.
         bounds: the box, "low" and "high" ``[a]``.
+
+    Examples:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from edenrl.modules import GaussianMLP, SquashedActor
+        >>> net = TensorDictModule(GaussianMLP(3, 2), in_keys=["observation"], out_keys=["loc", "scale"])
+        >>> actor = SquashedActor(net, {"low": -torch.ones(2), "high": torch.ones(2)})
+        >>> data = actor(TensorDict(observation=torch.zeros(5, 3), batch_size=[5]))
+        >>> torch.allclose(data["action"], data["pre_squash_action"].tanh(), atol=1e-5)
+        True
     """
 
     def __init__(self, module: TensorDictModule, bounds: dict[str, Any]) -> None:
