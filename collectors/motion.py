@@ -24,15 +24,27 @@ _log = logging.getLogger("edenrl")
 _AT_ONCE = 8192  # windows that are compared with the references at a time
 
 
+def _distances(windows: Tensor, references: Tensor) -> Tensor:
+    # The default computes large batches by a matrix product, which loses most digits of small distances.
+    return torch.cdist(windows, references, compute_mode="donot_use_mm_for_euclid_dist")
+
+
 class MotionDataset:
     """Windows of consecutive frames from recorded motion clips, between the recorded frames as well.
 
     The file is an ``.npz`` with ``num_motions``, ``fps`` and the clips ``motion_0``, ``motion_1``, ... ``[T_i, f]``.
-    It may also hold ``joint_names``, one for each of the f columns.
+    It may also hold:
+
+    - ``joint_names``, one for each of the f columns;
+    - ``angles``, bool ``[f]``: True for columns that are angles in rad. Their jumps of a full turn are removed, so that
+      frames between the recorded ones lie on the short way. Angles then go on beyond pi, as those of a joint do;
+    - ``quaternions``, int ``[n, 4]``: the columns of each unit quaternion, in the order w, x, y, z. The norm is
+      checked, signs are made to agree along a clip, and blends are brought back to unit norm;
+    - ``weights`` ``[num_motions]``: how often each clip is drawn, relative to the others. Default: all alike.
 
     A window of K frames is placed by its base b, a frame index that need not be a whole number. With one recorded frame
     per step the frames of the window stand at ``b - (K - 2), ..., b, b + 1``, oldest first. Each is the linear blend of
-    its two recorded neighbours. ``sample`` takes a clip uniformly, then b uniformly among those whose window lies
+    its two recorded neighbours. ``sample`` takes a clip by its weight, then b uniformly among those whose window lies
     within the clip.
 
     Everything is checked when the file is read; ``match`` checks it against an environment. Pickled content is never
@@ -75,12 +87,19 @@ class MotionDataset:
         if num_frames < 2 or dt is not None and not 0 < dt < math.inf:
             raise ValueError(f"MotionDataset needs num_frames >= 2 and dt > 0, got num_frames={num_frames}, dt={dt}.")
         self.path, self.num_frames, self.device = Path(path).expanduser(), num_frames, torch.device(device)
-        clips, self.fps, self.joint_names = read_motion_file(self.path)
+        file = read_motion_file(self.path)
+        clips, self.fps, self.joint_names = file.clips, file.fps, file.joint_names
+        self._quaternions = file.quaternions
         self.num_motions, self.frame_dim = len(clips), clips[0].shape[1]
         self._lengths = torch.tensor([len(clip) for clip in clips], device=self.device)
         self._offsets = self._lengths.cumsum(0) - self._lengths
         frames = np.concatenate(clips)
-        self._digest = hashlib.sha256(frames.tobytes() + str(self._lengths.tolist()).encode()).hexdigest()
+        content = frames.tobytes() + str(self._lengths.tolist()).encode()
+        self._weights: Tensor | None = None
+        if file.weights is not None:
+            self._weights = torch.from_numpy(file.weights).to(self.device)
+            content += file.weights.tobytes()
+        self._digest = hashlib.sha256(content).hexdigest()
         self._frames = torch.from_numpy(frames).to(self.device)
         self.generator = torch.Generator(self.device).manual_seed(seed)
         self.dt = 1.0 / self.fps
@@ -160,6 +179,14 @@ class MotionDataset:
         return self
 
     def _order_columns(self, wanted: Sequence[str] | None, env: str) -> None:
+        if wanted is not None and self.joint_names is None:
+            _log.warning(
+                "%s has no joint_names, so the order of its columns cannot be checked; they are taken to be those of "
+                "%s, %s. Save the names, one a column, as the entry joint_names.",
+                self.path,
+                env,
+                list(wanted),
+            )
         if wanted is None or self.joint_names is None or list(wanted) == self.joint_names:
             return
         missing = [name for name in wanted if name not in self.joint_names]
@@ -169,7 +196,9 @@ class MotionDataset:
                 f"{self.path}: joint_names lacks {missing} and has {extra}, which {env} does not; expected the names "
                 f"{list(wanted)} in any order."
             )
-        self._frames = self._frames[:, [self.joint_names.index(name) for name in wanted]]
+        order = [self.joint_names.index(name) for name in wanted]
+        self._frames = self._frames[:, order]
+        self._quaternions = [[order.index(column) for column in columns] for columns in self._quaternions]
         self.joint_names = list(wanted)
 
     def _match_rate(self, control_dt: float | None, env: str, resample: bool) -> None:
@@ -194,7 +223,12 @@ class MotionDataset:
 
     def sample(self, batch: int) -> Tensor:
         """Random windows ``[batch, K, f]``."""
-        clip = torch.randint(self.num_motions, (batch,), generator=self.generator, device=self.device)
+        if self._weights is None:
+            clip = torch.randint(self.num_motions, (batch,), generator=self.generator, device=self.device)
+        elif batch:
+            clip = torch.multinomial(self._weights, batch, replacement=True, generator=self.generator)
+        else:
+            clip = torch.zeros(0, dtype=torch.int64, device=self.device)
         low, high = self._bounds()
         unit = torch.rand(batch, generator=self.generator, device=self.device, dtype=torch.float64)
         return self._gather(clip, low + (high[clip] - low) * unit)
@@ -213,7 +247,7 @@ class MotionDataset:
             ValueError: a base whose window does not lie within its clip.
         """
         low, high = self._bounds()
-        outside = (base < low) | (base >= high[clip])
+        outside = ~((base >= low) & (base < high[clip]))  # also NaN
         if bool(outside.any()):
             row = int(outside.nonzero()[0])
             raise ValueError(
@@ -230,7 +264,10 @@ class MotionDataset:
         left = torch.minimum(position.floor().long().clamp_min(0), last)
         index = self._offsets[clip][:, None] + left
         share = (position - left).to(self._frames.dtype).unsqueeze(-1)
-        return torch.lerp(self._frames[index], self._frames[index + 1], share)
+        blend = torch.lerp(self._frames[index], self._frames[index + 1], share)
+        for columns in self._quaternions:
+            blend[..., columns] = torch.nn.functional.normalize(blend[..., columns], dim=-1)
+        return blend
 
     def distance(self, windows: Tensor, *, max_references: int = 4096) -> Tensor:
         """How far windows are from the nearest window of the clips, whatever the phase.
@@ -252,7 +289,7 @@ class MotionDataset:
         references = self._gather(clip, base).flatten(1)
         # In parts: all distances at once, for a rollout of thousands of environments, would take gigabytes.
         parts = windows.reshape(-1, self.window_dim).split(_AT_ONCE)
-        nearest = torch.cat([torch.cdist(part, references).amin(-1) for part in parts])
+        nearest = torch.cat([_distances(part, references).amin(-1) for part in parts])
         return (nearest / math.sqrt(self.window_dim)).reshape(windows.shape[:-1])
 
     def state_dict(self) -> dict[str, Any]:

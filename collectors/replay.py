@@ -17,7 +17,7 @@ from edenrl.collectors.episode_ends import EpisodeEnds, key_name, named_key
 from edenrl.collectors.n_step import differs, n_step_windows
 from edenrl.collectors.reward_normalizer import RewardNormalizer
 from edenrl.collectors.storage_space import free_bytes, own_folder, unannounced
-from edenrl.modules import several_processes
+from edenrl.modules import refuse_nonfinite, several_processes
 
 __all__ = ["NStepReplayBuffer"]
 
@@ -57,8 +57,8 @@ class NStepReplayBuffer(TensorDictReplayBuffer):
 
     Raises:
         ValueError: for a setting out of range, data that is not ``[N, T]`` or has another N, observations that
-            ``observation_dtype`` cannot hold, or a buffer that the free memory (or disk) cannot, with the number of
-            bytes, before it is allocated.
+            ``observation_dtype`` cannot hold, entries that are NaN, infinite or beyond 1e18,
+            or a buffer that the free memory (or disk) cannot, with the number of bytes, before it is allocated.
         RuntimeError: for sampling before a window is complete.
 
     Examples:
@@ -132,6 +132,9 @@ class NStepReplayBuffer(TensorDictReplayBuffer):
                 f"NStepReplayBuffer holds steps of {len(self._last)} environments, got {len(tensordicts)} rows. Keep "
                 "the number of environments, or use one buffer for each collector."
             )
+        after = [("next", key) for key in self.observations]
+        keys = [*self.observations, self.action_key, *map(unravel_key, after), _REWARD]
+        refuse_nonfinite(tensordicts, keys, time_axis=1)  # before anything is stored
         with self._replay_lock:  # with prefetch, samples are drawn in another thread
             return self._extend_rows(tensordicts)
 

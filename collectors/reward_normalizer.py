@@ -8,7 +8,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 from torchrl.envs import Transform
 
-from edenrl.modules import merge_moments, several_processes
+from edenrl.modules import merge_moments, refuse_nonfinite, several_processes
 
 __all__ = ["RewardNormalizer"]
 
@@ -78,8 +78,7 @@ class RewardNormalizer(Transform):
         done = (ended["terminated"] | ended["truncated"]).squeeze(-1)
         if len(reward) != len(self.returns):
             raise ValueError(f"RewardNormalizer({len(self.returns)}) was given rewards of {len(reward)} environments.")
-        if not bool(reward.isfinite().all()):
-            raise ValueError("RewardNormalizer refuses rewards that are not finite. Fix the environment.")
+        refuse_nonfinite(ended, ["reward"])
         for step in range(reward.shape[1]):
             self.returns.mul_(self.gamma).add_(reward[:, step])
             largest = self.returns.abs().max()

@@ -9,6 +9,8 @@ from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor
 from torchrl.data import TensorDictReplayBuffer, TensorStorage
 
+from edenrl.modules import refuse_nonfinite
+
 __all__ = ["WindowBuffer"]
 
 
@@ -72,7 +74,9 @@ class WindowBuffer(TensorDictReplayBuffer):
             counts = counts & ~missing.squeeze(-1)
         windows: Tensor = rollout.get(window_key)[counts]
         if len(kept := windows[-self.capacity :]):
-            self.extend(TensorDict(amp_window=kept, batch_size=[len(kept)]))
+            rows = TensorDict(amp_window=kept, batch_size=[len(kept)])
+            refuse_nonfinite(rows, ["amp_window"])
+            self.extend(rows)
         return windows
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from tensordict.nn import ProbabilisticTensorDictSequential, dispatch
 from torch import Tensor, nn
+from torchrl.modules.distributions.utils import sample_and_log_prob
 from torchrl.objectives import LossModule
 
 from edenrl.objectives.base import LossMixin, require, require_not_negative
@@ -102,6 +103,10 @@ class APGLoss(LossMixin, LossModule):
         step = [("next", names.reward), ("next", names.done), names.elapsed, names.objective_scale]
         return [*self.actor_network.in_keys, *step]
 
+    def _finite_keys(self) -> list[NestedKey]:
+        # What follows the end of an episode may be NaN, and GradientStep drops what an exploding simulator gives.
+        return []
+
     def _make_out_keys(self) -> list[NestedKey]:
         losses = ["loss_objective"] if self.entropy_coeff is None else ["loss_objective", "loss_entropy"]
         return [*losses, "objective", "entropy", "alive_fraction"]
@@ -162,7 +167,8 @@ class APGLoss(LossMixin, LossModule):
             try:
                 return distribution.entropy()
             except NotImplementedError:
-                return -distribution.log_prob(distribution.rsample())
+                # Of one draw, scored before any squashing: an action that is saturated cannot be inverted.
+                return -sample_and_log_prob(distribution, reparameterize=True)[1]
 
 
 def _steps_since_done(done: Tensor) -> Tensor:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase, unravel_key
 from torch import nn
+
+from edenrl.modules import refuse_nonfinite
 
 __all__ = ["LossMixin", "require", "require_not_negative"]
 
@@ -179,12 +182,13 @@ class LossMixin:
         super().__setattr__(name, value)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Computes the losses; an entry that the batch lacks is named."""
+        """Computes the losses; an entry that the batch lacks, or that is not finite, is named."""
+        batch = args[0] if args and isinstance(args[0], TensorDictBase) else TensorDict()
+        self._refuse_nonfinite(batch, self._finite_keys())
         try:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         except (AttributeError, TypeError) as error:
             # TensorDict.get gives None for an absent entry, and what comes after fails without naming it.
-            batch = args[0] if args and isinstance(args[0], TensorDictBase) else TensorDict()
             held = set(batch.keys(include_nested=True))
             absent = [key for key in self.in_keys if unravel_key(key) not in held]
             if not args or not absent:
@@ -193,6 +197,19 @@ class LossMixin:
                 f"{type(self).__name__} reads {absent}, which the batch lacks; it has {sorted(map(str, held))}. Keep "
                 "these entries in the data, or name them with set_keys."
             ) from error
+
+    def _finite_keys(self) -> list[NestedKey]:
+        """The entries that must be finite: all that are read, unless a loss leaves some of their steps out."""
+        return self.in_keys
+
+    @staticmethod
+    def _refuse_nonfinite(batch: TensorDictBase, keys: Sequence[NestedKey]) -> None:
+        # Only where looking costs nothing. On an accelerator it would wait for the device in each mini-batch, and
+        # GradientStep finds the loss that is not finite before it changes a parameter.
+        entries = {key: batch.get(key, None) for key in keys}
+        on_host = [key for key, entry in entries.items() if entry is not None and entry.is_cpu]
+        if not torch.compiler.is_compiling():
+            refuse_nonfinite(batch, on_host, what="batch")
 
     @property
     def in_keys(self) -> list[NestedKey]:

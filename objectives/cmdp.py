@@ -103,7 +103,8 @@ class TwoChannelGAE(GAE):
         # The group that is wrong is named before the channels that it is part of.
         groups = [unravel_key(("next", self.tensor_keys.reward_groups, group)) for group in REWARD_GROUPS]
         *observations, channels = super()._inputs(data)
-        return [*observations, *groups, channels]
+        # Nothing is learned from the plain reward, but a NaN in it says that the environment is at fault.
+        return [*observations, ("next", "reward"), *groups, channels]
 
     def _prepare_signals(
         self, reward: Tensor, done: Tensor, terminated: Tensor, value: Tensor

@@ -79,6 +79,10 @@ class DepthDistillationLoss(LossMixin, LossModule):
         keys = self.tensor_keys
         return [keys.teacher_action, keys.student_action, keys.yaw, keys.yaw_prediction, keys.depth_new]
 
+    def _finite_keys(self) -> list[NestedKey]:
+        # What lies between two images may be NaN.
+        return [self.tensor_keys.teacher_action, self.tensor_keys.student_action]
+
     def _make_out_keys(self) -> list[NestedKey]:
         return ["loss_action", "loss_yaw"]
 

@@ -63,7 +63,7 @@ def project_distribution(probs: Tensor, values: Tensor, atoms: Tensor) -> Tensor
     place = ((values - atoms[0]) * (last / (atoms[-1] - atoms[0]))).clamp(0, last)
     below = place.floor()
     above_share = (place - below) * probs
-    lower = below.long()
+    lower = below.nan_to_num().long()  # NaN is no place, and must not become an index
     out = torch.zeros(*values.shape[:-1], last + 1, dtype=probs.dtype, device=probs.device)
     out.scatter_add_(-1, lower, probs - above_share)
     return out.scatter_add_(-1, (lower + 1).clamp_max(last), above_share)
@@ -117,7 +117,8 @@ class FlashSACLoss(LossMixin, LossModule):
         reduction: "mean" (default), "sum" or "none".
 
     Raises:
-        ValueError: for a setting out of range, other networks, or a reward that is not ``[*batch, 1]``.
+        ValueError: for a setting out of range, other networks, a reward that is not ``[*batch, 1]``, or (on the CPU)
+            entries that are not finite.
 
     Source: FlashSAC, arXiv:2604.04539. A window that a time-out cuts short is discounted by the steps it really has.
 
@@ -198,6 +199,9 @@ class FlashSACLoss(LossMixin, LossModule):
             losses.append("loss_bc")
         return [*losses, "entropy", "alpha", "q_value", "target_value"]
 
+    def _finite_keys(self) -> list[NestedKey]:
+        return []  # actor_loss and critic_loss look themselves, because they are called alone as well
+
     @property
     def _critic_groups(self) -> list[NestedKey]:
         return list(self.critic_network.in_keys[:-1])  # the last one is the action
@@ -222,7 +226,11 @@ class FlashSACLoss(LossMixin, LossModule):
 
     @torch.no_grad()
     def update_target(self) -> None:
-        """Moves the target's parameters towards the online critic's by ``tau``."""
+        """Moves the target's parameters towards the online critic's by ``tau``.
+
+        They are not projected, as in the published code: rows of the target are averages of unit vectors and lie up to
+        a few percent inside the sphere.
+        """
         target, online = (list(net.parameters()) for net in (self.target_critic, self.critic_network))
         torch._foreach_lerp_(target, online, self.tau)
 
@@ -240,6 +248,7 @@ class FlashSACLoss(LossMixin, LossModule):
 
     def actor_loss(self, tensordict: TensorDictBase) -> TensorDict:
         """``loss_actor`` and ``loss_bc``; the entry ``log_prob`` ``[*batch]`` is for ``temperature_loss``."""
+        self._refuse_nonfinite(tensordict, self.in_keys)  # before the pass moves the batch statistics
         size, batch = tensordict.numel(), tensordict.batch_size
         both = self._both_ends(tensordict, self.actor_network.in_keys)
         loc, scale = self._actor(*both, batch_stats=self.training)
@@ -263,6 +272,7 @@ class FlashSACLoss(LossMixin, LossModule):
 
     def critic_loss(self, tensordict: TensorDictBase) -> TensorDict:
         """``loss_critic``."""
+        self._refuse_nonfinite(tensordict, self.in_keys)
         size, names = tensordict.numel(), self.tensor_keys
         reward, terminated = (
             self._column(tensordict, unravel_key(("next", key))) for key in (names.reward, names.terminated)

@@ -10,12 +10,9 @@ from tensordict.nn import TensorDictModule, dispatch
 from torch import Tensor
 from torchrl.objectives import value as torchrl_value
 
-from edenrl.modules import merge_moments, several_processes
+from edenrl.modules import merge_moments, refuse_nonfinite, several_processes
 
 __all__ = ["GAE"]
-
-# Squared by the value loss, anything larger overflows float32.
-_LARGEST = 1e18
 
 
 class GAE(torchrl_value.GAE):
@@ -79,7 +76,7 @@ class GAE(torchrl_value.GAE):
         """Writes advantages and value targets into the rollout and returns it."""
         self._time_axis = self._get_time_dim(time_dim, tensordict)
         self._refuse_flat_columns(tensordict)
-        self._refuse_nonfinite(tensordict, self._inputs(tensordict))
+        refuse_nonfinite(tensordict, self._inputs(tensordict), time_axis=self._time_axis)
         # The parent lends itself the whole critic and then makes all of it trainable, frozen layers too.
         network = self.value_network
         frozen = [] if network is None else [p for p in network.parameters() if not p.requires_grad]
@@ -117,7 +114,7 @@ class GAE(torchrl_value.GAE):
             next_value = next_value.masked_scatter(ends.unsqueeze(-1).expand_as(value), final_value)
             data.set(value_key, value)
             data.set(("next", value_key), next_value)
-        self._refuse_nonfinite(data, [value_key, ("next", value_key)])
+        refuse_nonfinite(data, [value_key, ("next", value_key)], time_axis=self._time_axis)
         return value, next_value.detach() if detach_next else next_value, valid
 
     def _prepare_signals(
@@ -159,28 +156,3 @@ class GAE(torchrl_value.GAE):
                     f"('next', {name!r}) has the shape {tuple(entry.shape)} of the batch; GAE needs a last dimension "
                     f"of 1, {(*entry.shape, 1)}, as environments give it. Store entry.unsqueeze(-1)."
                 )
-
-    def _refuse_nonfinite(self, data: TensorDictBase, keys: list[NestedKey]) -> None:
-        """Raises on the first entry that would poison the update; one host read when all is well."""
-        entries = {key: entry for key in keys if (entry := data.get(key, None)) is not None}
-        floats = {key: entry.detach() for key, entry in entries.items() if entry.is_floating_point()}
-        # Comparisons with NaN are false, so one reduction covers NaN, infinity and overflow.
-        good = [entry.abs().amax() < _LARGEST for entry in floats.values() if entry.numel()]
-        if not good or bool(torch.stack(good).all()):
-            return
-        found = []
-        for order, (key, entry) in enumerate(floats.items()):
-            bad = (~(entry.abs() < _LARGEST)).nonzero()
-            if len(bad):
-                first = bad[bad[:, self._time_axis].argmin()].tolist()
-                found.append((first[self._time_axis], order, key, first))
-        # What went wrong first, in time and within a step, is the cause of the rest.
-        _, _, key, first = min(found)
-        entry = floats[key]
-        env = [index for axis, index in enumerate(first[: data.ndim]) if axis != self._time_axis]
-        where = ", ".join([*(f"env {index}" for index in env), f"step {first[self._time_axis]}"])
-        raise ValueError(
-            f"{key!r} holds {entry[tuple(first)].item():.6g} at {where} (index {first}): the rollout is refused before "
-            "anything is trained on it. Fix the environment (or terminate a state that diverges) so that this entry "
-            "stays finite and below 1e18."
-        )

@@ -328,7 +328,7 @@ class GRPOLoss(PPOLoss):
         if not isinstance(log_prob, Tensor):
             raise ValueError("kl_coeff > 0 needs a policy with one log-probability per step; set kl_coeff=0.")
         with torch.no_grad():
-            reference = policy.get_dist(tensordict).log_prob(tensordict.get(self.tensor_keys.action))
+            reference = self._action_log_prob(policy.get_dist(tensordict), tensordict)
         # Masked before the exponential: an overflow outside of the mask would still poison the gradient.
         difference = self._reduce_loss(reference - log_prob, tensordict, reduction="none")
         return difference.exp() - difference - 1

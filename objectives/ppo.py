@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torchrl.modules import IndependentNormal, TanhNormal
 from torchrl.objectives import ClipPPOLoss
 
-from edenrl.modules import merge_moments, several_processes
+from edenrl.modules import PRE_SQUASH, merge_moments, several_processes, squashed_log_prob
 from edenrl.objectives.base import LossMixin, require, require_not_negative
 
 __all__ = ["PPOLoss", "gaussian_kl"]
@@ -34,7 +34,9 @@ def gaussian_kl(old_loc: Tensor, old_scale: Tensor, loc: Tensor, scale: Tensor) 
 class PPOLoss(LossMixin, ClipPPOLoss):
     r"""TorchRL's ``ClipPPOLoss`` with what training on robots needs beside it.
 
-    Differences from the parent: ``kl`` is the exact KL(old || new) for diagonal Gaussians, from the ``loc`` and
+    Differences from the parent: the log-probability of a squashed action is that of the sample before the tanh, which
+    the actor stored as ``pre_squash_action`` (the parent inverts the action, which fails where the tanh saturates);
+    ``kl`` is the exact KL(old || new) for diagonal Gaussians, from the ``loc`` and
     ``scale`` stored at collection (other policies: the sampled estimate); ``explained_variance`` compares the values
     stored at collection with their targets; an optional penalty keeps the mean action inside [-1, 1]; the value loss is
     squared error, clipped, by default; the metrics are scalars for every batch shape; ``out_keys`` lists exactly
@@ -45,13 +47,17 @@ class PPOLoss(LossMixin, ClipPPOLoss):
     positive), weighted and meant to be summed; the other entries are detached scalars.
 
     Args:
-        actor_network: probabilistic actor; Gaussian ones must have stored ``loc`` and ``scale``.
+        actor_network: probabilistic actor; Gaussian ones must have stored ``loc`` and ``scale``, squashed ones from
+            ``gaussian_actor`` also ``pre_squash_action``.
         critic_network: writes ``state_value``; ``None`` trains the policy alone.
         clip_epsilon: clip range of the probability ratio, in (0, 1), or a pair (low, high).
         entropy_coeff: weight of the entropy bonus.
         critic_coeff: weight of the value loss; 0 leaves the critic out.
         loss_critic_type: "l2", "l1" or "smooth_l1".
-        clip_value: clip the change of the value to ``clip_epsilon`` (True), to a given range, or not at all.
+        clip_value: clip the change of the value to ``clip_epsilon`` (True), to a given range, or not at all (False or
+            None). The range is in units of the value, so True holds back the critic where returns are large:
+            ``value_clip_fraction``, the share of values that were clipped, is then near 1. Give a range that fits the
+            returns, normalize the reward, or switch it off. Default True.
         action_bound_coeff: weight of mean(relu(loc - 1)^2) + mean(relu(-loc - 1)^2), on the mean before any tanh.
         kwargs: further options of the parent, such as ``normalize_advantage``, ``reduction`` or ``functional``.
 
@@ -80,6 +86,7 @@ class PPOLoss(LossMixin, ClipPPOLoss):
     class _AcceptedKeys(ClipPPOLoss._AcceptedKeys):
         loc: NestedKey = "loc"
         scale: NestedKey = "scale"
+        pre_squash_action: NestedKey = PRE_SQUASH
 
     _schedulable_buffers = frozenset({"action_bound_coeff"})
 
@@ -99,15 +106,15 @@ class PPOLoss(LossMixin, ClipPPOLoss):
         entropy_coeff: float = 0.01,
         critic_coeff: float = 1.0,
         loss_critic_type: str = "l2",
-        clip_value: bool | float = True,
+        clip_value: bool | float | None = True,
         action_bound_coeff: float = 0.0,
         **kwargs: Any,
     ) -> None:
         require_not_negative(
             self, entropy_coeff=entropy_coeff, critic_coeff=critic_coeff, action_bound_coeff=action_bound_coeff
         )
-        if not isinstance(clip_value, bool):
-            require(self, "clip_value", clip_value, clip_value > 0, "True, False or a positive range")
+        if not isinstance(clip_value, bool) and clip_value is not None:
+            require(self, "clip_value", clip_value, clip_value > 0, "True, False, None or a positive range")
         if isinstance(clip_epsilon, (int, float)):
             wanted = "in (0, 1) or, for a wider upper range, as a pair (low, high)"
             require(self, "clip_epsilon", clip_epsilon, 0 < clip_epsilon < 1, wanted)
@@ -134,8 +141,10 @@ class PPOLoss(LossMixin, ClipPPOLoss):
         keys = [*self.actor_network.in_keys, names.advantage]
         for several in (names.action, names.sample_log_prob):
             keys += several if isinstance(several, list) else [several]
-        if {names.loc, names.scale} <= set(self.actor_network.out_keys):
+        if self._is_gaussian:
             keys += [names.loc, names.scale]
+        if self._is_squashed:
+            keys.append(names.pre_squash_action)
         if self._has_critic:
             keys += [*self.critic_network.in_keys, names.value, names.value_target]
         return list(dict.fromkeys(keys))
@@ -203,6 +212,38 @@ class PPOLoss(LossMixin, ClipPPOLoss):
         # The same floor as the parent's.
         spread = (var * count / (count - 1).clamp_min(1)).sqrt().clamp_min(torch.finfo(torch.float).resolution)
         return ((own - mean) / spread).to(advantage.dtype)
+
+    @property
+    def _is_gaussian(self) -> bool:
+        """Whether the policy has the exact KL, which reads the stored ``loc`` and ``scale``."""
+        # The names in the data may differ from those that the policy writes.
+        written, names = set(self.actor_network.out_keys), self.tensor_keys
+        return {"loc", "scale"} <= written or {names.loc, names.scale} <= written
+
+    @property
+    def _is_squashed(self) -> bool:
+        return PRE_SQUASH in self.actor_network.out_keys
+
+    def _get_cur_log_prob(self, tensordict: TensorDictBase, params: Any = None) -> tuple[Any, Any, bool]:
+        log_prob, distribution, is_composite = super()._get_cur_log_prob(tensordict, params)
+        if self._is_squashed:
+            # The parent inverts the tanh, which says nothing where it saturates.
+            log_prob = self._action_log_prob(distribution, tensordict)
+        return log_prob, distribution, is_composite
+
+    def _action_log_prob(self, distribution: Any, tensordict: TensorDictBase) -> Any:
+        """The log-probability of the actions of a batch; of squashed ones, from the sample before the tanh."""
+        names = self.tensor_keys
+        if not self._is_squashed:
+            return distribution.log_prob(tensordict.get(names.action))
+        sample = tensordict.get(names.pre_squash_action, None)
+        if sample is None:
+            raise KeyError(
+                f"The policy squashes its actions; the batch has no {names.pre_squash_action!r}, the samples before "
+                "the tanh, which the policy wrote at collection. Keep the entry in the data, or rename it with "
+                "set_keys(pre_squash_action=...)."
+            )
+        return squashed_log_prob(distribution, sample)
 
     def _log_weight(self, tensordict: TensorDictBase, adv_shape: torch.Size) -> tuple[Tensor, Any, Tensor, Any]:
         outputs = super()._log_weight(tensordict, adv_shape)

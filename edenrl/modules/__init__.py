@@ -12,6 +12,7 @@ from edenrl.modules.amp import AMPReward, Discriminator, FrameNorm, SaturationWa
 from edenrl.modules.constraint import TaskConstraint
 from edenrl.modules.depth import DepthBackbone, DepthEncoder, DepthStudent
 from edenrl.modules.depth_policy import DEPTH_STATES, DepthPolicy, DepthRefresh, require_depth_interval
+from edenrl.modules.finite import refuse_nonfinite
 from edenrl.modules.flashsac import FlashActor, FlashCritic, flash_actor, flash_critic
 from edenrl.modules.him import HIMActor, HIMEstimator, him_actor, sinkhorn
 from edenrl.modules.him_layout import HIMLayout
@@ -22,6 +23,7 @@ from edenrl.modules.rma import RMA_CHUNKS, HistoryEncoder, RMAActor
 from edenrl.modules.rma_compositions import RMAComposition, rma_composition, rma_policy
 from edenrl.modules.simba import HyperDense, Scaler, SimBa, post_step_hook, project_
 from edenrl.modules.simba_actor_critic import GaussianSimBa, GroupEncoder, GroupSimBa, simba_actor, simba_critic
+from edenrl.modules.squash import PRE_SQUASH, SquashedActor, squashed_log_prob
 from edenrl.modules.symmetry import MirrorAugmentation, SignedPermutation
 from edenrl.modules.unit_norm import (
     UnitBatchNorm,
@@ -55,6 +57,7 @@ __all__ = [
     "HistoryEncoder",
     "HyperDense",
     "MirrorAugmentation",
+    "PRE_SQUASH",
     "RMAActor",
     "RMAComposition",
     "RMA_CHUNKS",
@@ -63,6 +66,7 @@ __all__ = [
     "Scaler",
     "SignedPermutation",
     "SimBa",
+    "SquashedActor",
     "StateIndependentStd",
     "TaskConstraint",
     "UnitBatchNorm",
@@ -80,6 +84,7 @@ __all__ = [
     "post_step_hook",
     "project_",
     "project_unit_norms_",
+    "refuse_nonfinite",
     "require_depth_interval",
     "rma_composition",
     "rma_policy",
@@ -87,6 +92,7 @@ __all__ = [
     "simba_actor",
     "simba_critic",
     "sinkhorn",
+    "squashed_log_prob",
     "unit_norm_hook",
     "update_normalization",
     "value_critic",

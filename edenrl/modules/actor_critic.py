@@ -11,10 +11,11 @@ import torch
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
-from torchrl.data import Bounded, Categorical, Composite, MultiCategorical, MultiOneHot, OneHot, TensorSpec
-from torchrl.modules import IndependentNormal, ProbabilisticActor, TanhNormal, ValueOperator
+from torchrl.data import Binary, Bounded, Categorical, Composite, MultiCategorical, MultiOneHot, OneHot, TensorSpec
+from torchrl.modules import IndependentNormal, ProbabilisticActor, ValueOperator
 
 from edenrl.modules.mlp import GaussianMLP, GroupMLP
+from edenrl.modules.squash import SquashedActor
 
 __all__ = [
     "categorical_actor",
@@ -90,7 +91,9 @@ def gaussian_actor(
     """Diagonal Gaussian actor with state-independent standard deviation.
 
     Writes ``loc``, ``scale``, ``action`` and ``action_log_prob``. Without ``squash`` the action is unbounded (clip it
-    at the environment, see ``edenrl.envs.ClipAction``); with it a tanh maps it into the box of ``action_spec``.
+    at the environment, see ``edenrl.envs.ClipAction``). With it a tanh maps the action into the box of ``action_spec``,
+    and the actor also writes ``pre_squash_action``, the sample before the tanh. Losses need it: a saturated action does
+    not tell which sample it came from.
 
     Args:
         groups: observation groups and widths, e.g. ``{"policy": 45, "scan": 132}``, concatenated in this order.
@@ -111,16 +114,18 @@ def gaussian_actor(
         (torch.Size([4, 12]), torch.Size([4]))
     """
     dim = _action_width(action_spec)
-    bounds = {}
+    bounds = None
     if squash:
         bounds = tanh_bounds(action_spec, "or do without the tanh: squash=False (--env.action_mode clip)")
     net = GaussianMLP(sum(groups.values()), dim, **network) if build is None else build(groups, dim, **network)
+    module = TensorDictModule(net, in_keys=list(groups), out_keys=["loc", "scale"])
+    if bounds is not None:
+        return SquashedActor(module, bounds)
     return ProbabilisticActor(
-        TensorDictModule(net, in_keys=list(groups), out_keys=["loc", "scale"]),
+        module,
         in_keys=["loc", "scale"],
         out_keys=["action"],
-        distribution_class=TanhNormal if squash else IndependentNormal,
-        distribution_kwargs=bounds,
+        distribution_class=IndependentNormal,
         return_log_prob=True,
         log_prob_key="action_log_prob",
     )

@@ -16,7 +16,9 @@ from torch.nn.utils.parametrizations import spectral_norm
 from torchrl.data import Composite
 from torchrl.envs import Transform
 
-from edenrl.modules.normalization import RunningNorm
+from edenrl.modules.finite import refuse_nonfinite
+from edenrl.modules.mlp import at_least
+from edenrl.modules.normalization import RunningNorm, root
 
 __all__ = ["AMPReward", "Discriminator", "FrameNorm", "SaturationWatch"]
 
@@ -52,8 +54,11 @@ class FrameNorm(RunningNorm):
     def forward(self, x: Tensor) -> Tensor:
         """Returns the normalized frames ``(*batch, f)``."""
         dtype = torch.promote_types(x.dtype, self.dtype)
-        out = (x - self.mean.to(dtype)) / (self.var.to(dtype) + self.eps**2).sqrt()
-        return out.clamp(-self.clip, self.clip) if self.clip is not None else out
+        wide = torch.promote_types(dtype, torch.float32)
+        out = (x.to(wide) - self.mean.to(wide)) / root(self.var, wide, self.eps**2)
+        if self.clip is not None:
+            out = out.clamp(-self.clip, self.clip)
+        return out.to(dtype)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FrameNorm:
         exact = self.count
@@ -110,7 +115,7 @@ class Discriminator(nn.Module):
     def normalize(self, windows: Tensor) -> Tensor:
         """Normalizes the frames of raw windows ``(*batch, K * f)``, same shape."""
         if self.norm is None:
-            return windows
+            return at_least(windows, next(self.parameters(), windows))
         normalized: Tensor = self.norm(windows.unflatten(-1, (self.num_frames, self.frame_dim)))
         return normalized.flatten(-2)
 
@@ -168,7 +173,8 @@ class AMPReward(TensorDictModuleBase):
         style_key: where the style reward is written. Default ``("next", "style_reward")``.
 
     Raises:
-        ValueError: a negative ``coeff`` or ``scale``; windows or gates of another shape; windows that are not finite.
+        ValueError: a negative ``coeff`` or ``scale``; windows or gates of another shape; windows, gates or rewards that
+            are not finite.
         KeyError: data without one of the keys.
 
     Source: Peng et al. 2021, "AMP", arXiv:2104.02180.
@@ -246,12 +252,8 @@ class AMPReward(TensorDictModuleBase):
                 f"{self.discriminator.frame_dim}), gates and rewards [*batch, 1]; got {tuple(window.shape)}, "
                 f"{tuple(gate.shape)} and {tuple(reward.shape)}."
             )
-        finite = window.isfinite().all(-1)
-        if not bool(finite.all()):
-            raise ValueError(
-                f"{self.in_keys[0]!r} is not finite at {(~finite).nonzero()[0].tolist()} (environment, step). Fix the "
-                "environment that produced it."
-            )
+        # The reward as well: what is added to it must not hide what it was.
+        refuse_nonfinite(tensordict, self.in_keys)
         return window, gate, reward
 
     def metrics(self, tensordict: TensorDictBase) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ from torchrl.data import TensorSpec
 from torchrl.modules import ProbabilisticActor
 
 from edenrl.modules.actor_critic import gaussian_actor, is_one_categorical, refuse_several_discrete, tanh_bounds
-from edenrl.modules.mlp import concatenate
+from edenrl.modules.mlp import at_least, concatenate
 from edenrl.modules.projection import require_sizes
 from edenrl.modules.unit_norm import UnitBatchNorm, UnitLinear, UnitRMSNorm
 
@@ -93,7 +93,7 @@ class FlashActor(nn.Module):
             groups: the observations.
             batch_stats: see ``UnitBatchNorm``; it needs at least two rows.
         """
-        x = concatenate(groups)
+        x = at_least(concatenate(groups), self.mean_bias)
         rows = x.reshape(-1, x.shape[-1])
         hidden = self.trunk(rows, batch_stats)
         # In the parameters' precision also under autocast: what follows is distribution maths.
@@ -180,7 +180,7 @@ class FlashCritic(nn.Module):
             batch_stats: as for ``forward``.
             rows: the rows of the output that are wanted; batch statistics are of all rows.
         """
-        x, members = torch.cat(inputs, -1), range(self.num_members)
+        x, members = at_least(torch.cat(inputs, -1), self.head_bias), range(self.num_members)
         if _side_by_side(x):
             repeated = x.t().expand(self.num_members, -1, -1)
             out = self.head(self.trunk(repeated, batch_stats, rows=rows)).permute(2, 0, 1)

@@ -22,6 +22,11 @@ def concatenate(groups: tuple[Tensor, ...]) -> Tensor:
     return torch.cat(groups, -1) if len(groups) > 1 else groups[0]
 
 
+def at_least(x: Tensor, parameter: Tensor) -> Tensor:
+    """``x`` in the precision of a parameter, or its own if that is higher: an environment's numbers are float32."""
+    return x.to(torch.promote_types(x.dtype, parameter.dtype))
+
+
 def init_orthogonal_(network: nn.Module, last_gain: float = 1.0) -> None:
     """Makes the weights of the linear layers orthogonal, with gain sqrt(2), and their biases zero, in place.
 
@@ -73,7 +78,7 @@ class GroupMLP(nn.Module):
     def forward(self, *groups: Tensor) -> Tensor:
         """Maps groups of shape ``(*batch, width)`` to ``(*batch, out_features)``."""
         x = concatenate(groups)
-        return self.mlp(x if self.norm is None else self.norm(x))
+        return self.mlp(at_least(x, self.mlp[0].weight) if self.norm is None else self.norm(x))
 
     def update_normalization(self, *groups: Tensor) -> None:
         """Merges a batch of inputs into the running statistics."""

@@ -12,6 +12,15 @@ from edenrl.modules.moments import merge_moments
 __all__ = ["RunningNorm"]
 
 
+_SHRINK = 2.0**-32
+
+
+def root(var: Tensor, dtype: torch.dtype, plus: float = 0.0) -> Tensor:
+    """``sqrt(var + plus)`` in a precision that may be too small for the variance itself."""
+    # A power of two changes no digit.
+    return ((var * _SHRINK**2).to(dtype) + plus * _SHRINK**2).sqrt() / _SHRINK
+
+
 class RunningNorm(nn.Module):
     """Normalizes features with running mean and standard deviation: ``(x - mean) / (std + eps)``.
 
@@ -22,6 +31,7 @@ class RunningNorm(nn.Module):
 
     Mean and variance are float64 whatever the module is cast to (in float32 they would stop moving after some 1e7
     samples), so it needs a device that has float64. The output has the module's precision, or that of ``x`` if higher.
+    In half precision it is computed in float32.
 
     Args:
         shape: shape of one observation, or its width. Leading dimensions of the input are batch dimensions.
@@ -71,9 +81,12 @@ class RunningNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Returns the normalized features, same shape as ``x``."""
         dtype = torch.promote_types(x.dtype, self.dtype)
-        out = (x - self.mean.to(dtype)) / (self.var.to(dtype).sqrt() + self.eps)
+        # In half precision the variance of a feature in the hundreds would be infinite.
+        wide = torch.promote_types(dtype, torch.float32)
+        out = (x.to(wide) - self.mean.to(wide)) / (root(self.var, wide) + self.eps)
         if self.clip is not None:
             out = out.clamp(-self.clip, self.clip)
+        out = out.to(dtype)
         return out if self.mask is None else torch.where(self.mask, out, x)
 
     @torch.no_grad()

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from edenrl.modules.mlp import StateIndependentStd
+from edenrl.modules.mlp import StateIndependentStd, at_least
 
 __all__ = ["RMA_CHUNKS", "HistoryEncoder", "RMAActor"]
 
@@ -157,11 +157,12 @@ class RMAActor(nn.Module):
             estimated: whether the estimator's prediction replaces ``priv_explicit``.
             scan_latent: takes the place of the scan encoder's output, ``(*batch, scan_hidden[-1])``.
         """
+        prop = self._given("prop", prop)
         if not isinstance(latent, Tensor):
             latent = self.encode(latent, priv_latent=priv_latent, history=history)
         if scan_latent is None and self.scan_encoder is not None:
-            scan_latent = self.scan_encoder(_given("scan", scan))
-        explicit = self.estimator(prop).detach() if estimated else _given("priv_explicit", priv_explicit)
+            scan_latent = self.scan_encoder(self._given("scan", scan))
+        explicit = self.estimator(prop).detach() if estimated else self._given("priv_explicit", priv_explicit)
         parts = [prop, explicit, latent] if scan_latent is None else [prop, scan_latent, explicit, latent]
         return self.std.beside(self.backbone(torch.cat(parts, -1)))
 
@@ -174,18 +175,17 @@ class RMAActor(nn.Module):
     ) -> Tensor:
         """The privileged latent of ``priv_latent`` or the history latent of ``history``, ``(*batch, latent)``."""
         if latent == "privileged":
-            encoded: Tensor = self.priv_encoder(_given("priv_latent", priv_latent))
+            encoded: Tensor = self.priv_encoder(self._given("priv_latent", priv_latent))
         elif latent == "history":
-            encoded = self.history_encoder(_given("history", history))
+            encoded = self.history_encoder(self._given("history", history))
         else:
             raise ValueError(f"latent={latent!r} was given; expected 'privileged' or 'history'.")
         return encoded
 
-
-def _given(name: str, chunk: Tensor | None) -> Tensor:
-    if chunk is None:
-        raise ValueError(f"This composition of the actor reads {name}, which was not given.")
-    return chunk
+    def _given(self, name: str, chunk: Tensor | None) -> Tensor:
+        if chunk is None:
+            raise ValueError(f"This composition of the actor reads {name}, which was not given.")
+        return at_least(chunk, self.std.raw_log_std)
 
 
 def _check_widths(widths: Mapping[str, int]) -> dict[str, int]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from edenrl.modules.mlp import at_least
 from edenrl.modules.projection import project_after_steps, require_sizes, unit_rows_
 
 __all__ = ["HyperDense", "Scaler", "SimBa", "post_step_hook", "project_"]
@@ -20,11 +22,21 @@ def _l2(x: Tensor) -> Tensor:
     return F.normalize(x, dim=-1, eps=_EPS)
 
 
+@torch.no_grad()
+def _project_loaded(layer: HyperDense, _: Any) -> None:
+    # Rows that are on the sphere to rounding keep their bits, so that a run continues exactly.
+    deviation = (torch.linalg.vector_norm(layer.weight, dim=-1, keepdim=True) - 1).abs()
+    before = layer.weight.clone()
+    layer.project_()
+    layer.weight.copy_(torch.where(deviation < 16 * torch.finfo(before.dtype).eps, before, layer.weight))
+
+
 class HyperDense(nn.Linear):
     """A linear map without bias whose weight rows are unit vectors.
 
     The rows start orthogonal and of unit norm. An optimizer step moves them off the sphere; ``project_`` brings them
-    back, and ``post_step_hook`` does so after every step.
+    back, and ``post_step_hook`` does so after every step. ``load_state_dict`` projects rows that come without unit
+    norm; it leaves the others as they are, bit for bit.
 
     Args:
         in_features: width of the input.
@@ -40,6 +52,7 @@ class HyperDense(nn.Linear):
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__(in_features, out_features, bias=False)
+        self.register_load_state_dict_post_hook(_project_loaded)
 
     def reset_parameters(self) -> None:
         """Draws orthogonal rows (columns, where there are more rows than inputs) of unit norm."""
@@ -170,7 +183,7 @@ class SimBa(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps ``(*batch, in_features)`` to ``(*batch, out_features)``."""
-        return self.head(self.blocks(self.embedder(x)))
+        return self.head(self.blocks(self.embedder(at_least(x, self.head.bias))))
 
     def project_(self) -> None:
         """Brings every weight row back to unit norm, in place."""

@@ -10,6 +10,8 @@ from tensordict import TensorDictBase
 from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModuleBase
 from torch import Tensor, nn
 
+from edenrl.modules.squash import PRE_SQUASH, squashed_log_prob
+
 __all__ = ["MirrorAugmentation", "SignedPermutation"]
 
 
@@ -163,6 +165,9 @@ class MirrorAugmentation:
             for entry in (key, ("next", key)):
                 if (value := batch.get(entry, None)) is not None:
                     mirrored.set(entry, mirror.to(value.device)(value))
+        # A squashed action is mirrored by mirroring the sample before the tanh.
+        if self.mirrors is not None and (sample := batch.get(PRE_SQUASH, None)) is not None:
+            mirrored.set(PRE_SQUASH, self.mirrors[self.action_key].to(sample.device)(sample))
         return mirrored
 
     @torch.no_grad()
@@ -177,5 +182,9 @@ class MirrorAugmentation:
                 mirrored.set(key, parameters.get(key))
         if self.log_prob == "mirrored":
             distribution = self.policy.build_dist_from_params(parameters)
-            mirrored.set(self.policy[-1].log_prob_key, distribution.log_prob(mirrored.get(self.action_key)))
+            if PRE_SQUASH in self.policy.out_keys:
+                log_prob = squashed_log_prob(distribution, mirrored.get(PRE_SQUASH))
+            else:
+                log_prob = distribution.log_prob(mirrored.get(self.action_key))
+            mirrored.set(self.policy[-1].log_prob_key, log_prob)
         return torch.cat([batch, mirrored], 0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -75,7 +77,8 @@ class UnitBatchNorm(nn.Module):
     """Batch norm whose scale and shift together have norm sqrt(dim); ``project_`` restores it after a step.
 
     Each call says which statistics normalize. They do not depend on ``train()`` or ``eval()``, because a policy must
-    act on the running ones also while it is trained.
+    act on the running ones also while it is trained. A feature whose batch statistics are not finite leaves its running
+    ones as they were.
 
     Args:
         dim: number of features.
@@ -106,6 +109,14 @@ class UnitBatchNorm(nn.Module):
         self.register_buffer("running_mean", torch.zeros(shape))
         self.register_buffer("running_var", torch.ones(shape))
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> UnitBatchNorm:
+        """Keeps the statistics in float32 or better: every cast and move of a module comes through here."""
+        exact = self.running_mean, self.running_var
+        super()._apply(fn, recurse)
+        if torch.promote_types(self.running_mean.dtype, torch.float32) != self.running_mean.dtype:
+            self.running_mean, self.running_var = (part.to(self.scale.device) for part in exact)
+        return self
+
     def forward(self, x: Tensor, batch_stats: bool = False, member: int | None = None) -> Tensor:
         """Normalizes features in the layout of ``UnitLinear``.
 
@@ -121,7 +132,16 @@ class UnitBatchNorm(nn.Module):
             # All members are the channels of one sample of length ``batch``: no copy and a single kernel.
             rows, affine = x.reshape(1, -1, x.shape[-1]), [part.view(-1) for part in affine]
         mean, var, scale, shift = affine
-        return F.batch_norm(rows, mean, var, scale, shift, batch_stats, self.momentum, self.eps).view(x.shape)
+        dtype = x.dtype
+        if scale.dtype != mean.dtype:  # the layer was cast to half precision, which is too small for variances
+            rows, scale, shift = (part.to(mean.dtype) for part in (rows, scale, shift))
+        before = (mean.clone(), var.clone()) if batch_stats else ()
+        out = F.batch_norm(rows, mean, var, scale, shift, batch_stats, self.momentum, self.eps).view(x.shape)
+        # A batch that overflows gives a loss that is not finite, whose step is dropped. The statistics would keep it.
+        # Through ``data``, as batch_norm itself writes them: a pass that awaits its backward may have read them.
+        for statistic, old in zip((mean, var), before, strict=False):
+            statistic.data.copy_(torch.where(statistic.isfinite(), statistic, old))
+        return out.to(dtype)
 
     @torch.no_grad()
     def project_(self) -> None:

@@ -368,3 +368,117 @@ def test_the_buffer_continues_and_leaves_the_global_generator_alone():
         for buffer in (one, other):
             buffer.add_rollout(rollout[:, :7])
     assert torch.equal(one[:]["amp_window"], other[:]["amp_window"]) and torch.equal(before, torch.get_rng_state())
+
+
+def test_small_distances_keep_their_digits(tmp_path):
+    motion = MotionDataset(bundle(tmp_path / "a.npz", 300 + 0 * line(60)), 3)
+    for offset in (1e-3, 5e-3):
+        windows = torch.full((100, 6), 300.0) + offset
+        torch.testing.assert_close(motion.distance(windows), torch.full((100,), offset), rtol=0.05, atol=0)
+
+
+def test_a_base_that_is_no_number_is_refused(tmp_path):
+    motion = MotionDataset(bundle(tmp_path / "a.npz", line(9)), 3)
+    with pytest.raises(ValueError, match="base nan was given for motion_0"):
+        motion.windows(torch.tensor([0]), torch.tensor([float("nan")]))
+
+
+# ---- angles, quaternions and weights ---------------------------------------------------------------------------------
+
+
+def turning(length, speed, fps=50.0, start=3.0):
+    """An angle in [-pi, pi) that turns at a constant speed (rad/s), beside a column that is none."""
+    angle = start + speed * np.arange(length) / fps
+    wrapped = (angle + np.pi) % (2 * np.pi) - np.pi
+    return np.stack([wrapped, np.linspace(0.0, 1.0, length)], -1).astype(np.float32)
+
+
+@pytest.mark.parametrize("speed", [0.7, -2.0, 40.0])
+@pytest.mark.parametrize("dt", [0.02, 0.013])
+def test_angles_take_the_short_way(tmp_path, speed, dt, caplog):
+    clip = turning(300, speed)
+    path = bundle(tmp_path / "a.npz", clip, angles=np.array([True, False]))
+    windows = MotionDataset(path, 5, dt=dt, seed=2).sample(500)
+    rate = windows[..., 0].diff(dim=1) / dt
+    torch.testing.assert_close(rate, torch.full_like(rate, speed), rtol=1e-3, atol=0.05)
+    exact = MotionDataset(path, 2).windows(torch.zeros(9, dtype=torch.int64), torch.arange(9) * 30.0)[:, 0]
+    recorded = torch.from_numpy(clip[::30][:9])
+    assert torch.equal(exact[:, 1], recorded[:, 1])
+    torch.testing.assert_close(exact[:, 0].sin(), recorded[:, 0].sin(), rtol=0, atol=1e-4)
+    assert not caplog.records
+
+
+def test_what_looks_like_an_undeclared_angle_is_told(tmp_path, caplog):
+    MotionDataset(bundle(tmp_path / "quiet.npz", turning(300, 2.0), angles=np.array([False, False])))
+    MotionDataset(bundle(tmp_path / "line.npz", line(30)))
+    assert not caplog.records
+    MotionDataset(bundle(tmp_path / "a.npz", turning(20, 0.1, start=0.0), turning(300, 2.0)))
+    assert "motion_1 jumps by about a full turn in column 0" in caplog.text and "bool [2]" in caplog.text
+
+
+def spinning(length, flip=()):
+    """A quaternion w, x, y, z that turns about z, with a sign that is flipped in some frames."""
+    half = np.linspace(0.0, 4.0, length)
+    q = np.stack([np.cos(half), 0 * half, 0 * half, np.sin(half)], -1)
+    q[list(flip)] *= -1
+    return np.concatenate([np.linspace(0, 1, length)[:, None], q], -1).astype(np.float32)
+
+
+def test_blended_quaternions_have_unit_norm_whatever_their_signs(tmp_path):
+    columns = np.array([[1, 2, 3, 4]])
+    plain = MotionDataset(bundle(tmp_path / "a.npz", spinning(40), quaternions=columns), 3)
+    flipped = MotionDataset(bundle(tmp_path / "b.npz", spinning(40, range(7, 40, 3)), quaternions=columns), 3)
+    windows = plain.sample(300)
+    torch.testing.assert_close(windows[..., 1:].norm(dim=-1), torch.ones(300, 3))
+    torch.testing.assert_close(flipped.sample(300), windows)
+
+
+def test_quaternion_columns_follow_the_names(tmp_path):
+    names = ["height", "qw", "qx", "qy", "qz"]
+    path = bundle(tmp_path / "a.npz", spinning(40), quaternions=np.array([[1, 2, 3, 4]]), joint_names=np.array(names))
+    straight, mapped = MotionDataset(path, 3), MotionDataset(path, 3)
+    mapped._order_columns(["qz", "height", "qy", "qx", "qw"], "env")
+    assert torch.equal(mapped.sample(50), straight.sample(50)[..., [4, 0, 3, 2, 1]])
+
+
+def test_weights_say_how_often_a_clip_is_drawn(tmp_path):
+    clips = [line(9), 100 + line(30), 200 + line(9)]
+    motion = MotionDataset(bundle(tmp_path / "a.npz", *clips, weights=np.array([3.0, 0.0, 1.0])), 3)
+    first = motion.sample(4000)[:, 0, 0]
+    assert not ((first > 90) & (first < 190)).any()
+    assert 0.72 < (first < 90).float().mean() < 0.78
+    assert motion.sample(0).shape == (0, 3, 2)
+    other = MotionDataset(bundle(tmp_path / "b.npz", *clips, weights=np.array([1.0, 1.0, 1.0])), 3)
+    with pytest.raises(ValueError, match="does not hold the clips"):
+        other.load_state_dict(motion.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("entries", "expected"),
+    [
+        (dict(angles=np.array([1, 0])), r"angles is int64 of shape \(2,\); expected bool \[2\]"),
+        (dict(angles=np.array([True])), r"angles is bool of shape \(1,\)"),
+        (dict(quaternions=np.array([[0, 1, 2, 3]])), "expected four different columns of the 2"),
+        (dict(quaternions=np.array([0, 1, 0, 1])), "in the order w, x, y, z"),
+        (dict(weights=np.array([1.0, 2.0])), "expected 1 numbers of at least 0"),
+        (dict(weights=np.array([0.0])), "one above 0"),
+        (dict(weights=np.array([np.nan])), r"weights is \[nan\]"),
+    ],
+)
+def test_wrong_descriptions_of_columns_are_refused(tmp_path, entries, expected):
+    with pytest.raises(ValueError, match=expected):
+        MotionDataset(bundle(tmp_path / "a.npz", line(9), **entries))
+
+
+def test_a_quaternion_without_unit_norm_is_refused(tmp_path):
+    clip = spinning(40)
+    clip[11, 1:] *= 1.5
+    with pytest.raises(ValueError, match=r"motion_1 has a quaternion of norm 1.5 in frame 11, .* w, x, y, z"):
+        MotionDataset(bundle(tmp_path / "a.npz", spinning(40), clip, quaternions=np.array([[1, 2, 3, 4]])))
+
+
+def test_a_file_without_names_is_told_what_to_save(tmp_path, caplog):
+    env = Walker()
+    env.amp_joint_names = ("a", "b")
+    MotionDataset(bundle(tmp_path / "bare.npz", line(9)), 2).match(env)
+    assert "bare.npz has no joint_names" in caplog.text and "['a', 'b']. Save the names" in caplog.text

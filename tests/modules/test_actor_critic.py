@@ -7,6 +7,7 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
 from torchrl.data import Bounded, Categorical, Composite, MultiCategorical, OneHot, Unbounded
+from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from edenrl.modules import (
     GaussianMLP,
@@ -153,11 +154,24 @@ def test_squash_stays_in_an_asymmetric_box_with_finite_density(loc):
     assert (td["action"] >= -2).all() and (td["action"] <= 5).all()
     assert td["action_log_prob"].isfinite().all()
     limit = {-1e6: -2.0, 0.0: 1.5, 1e6: 5.0}[loc]
-    from torchrl.envs.utils import ExplorationType, set_exploration_type
-
     with set_exploration_type(ExplorationType.DETERMINISTIC):
         mean = actor(TensorDict(policy=torch.zeros(1, 3), batch_size=[1]))["action"]
     torch.testing.assert_close(mean, torch.full((1, 2), limit), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", [ExplorationType.RANDOM, ExplorationType.DETERMINISTIC, ExplorationType.MEAN])
+def test_a_squashed_action_comes_with_the_sample_before_the_tanh(kind):
+    torch.manual_seed(3)
+    actor = gaussian_actor({"policy": 3}, Bounded(-2.0, 5.0, shape=(2,)), squash=True, init_std=2.0)
+    with set_exploration_type(kind):
+        td = actor(TensorDict(policy=torch.randn(4, 6, 3), batch_size=[4, 6]))
+    assert set(actor.out_keys) == set(td.keys()) - {"policy"}
+    torch.testing.assert_close(td["action"], 1.5 + 3.5 * td["pre_squash_action"].tanh(), rtol=1e-4, atol=1e-4)
+    exact = torch.distributions.TransformedDistribution(
+        torch.distributions.Independent(torch.distributions.Normal(td["loc"], td["scale"]), 1),
+        [torch.distributions.TanhTransform(), torch.distributions.AffineTransform(1.5, 3.5)],
+    ).log_prob(td["action"])
+    torch.testing.assert_close(td["action_log_prob"], exact, rtol=1e-3, atol=1e-2)
 
 
 def test_wrong_action_spaces_name_the_fix():

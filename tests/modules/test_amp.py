@@ -163,7 +163,7 @@ def test_metrics_where_no_gate_is_open():
     [
         (dict(amp_window=torch.zeros(4, 3, 14)), ValueError, "windows [*batch, 15] (5 frames of 3)"),
         (dict(amp_gate=torch.ones(4, 3)), ValueError, "gates and rewards [*batch, 1]"),
-        (dict(amp_window=torch.full((4, 3, 15), float("nan"))), ValueError, "is not finite at [0, 0]"),
+        (dict(amp_window=torch.full((4, 3, 15), float("nan"))), ValueError, "holds nan at env 0, step 0"),
         (dict(amp_gate=None), KeyError, "lacks [('next', 'amp_gate')]"),
     ],
 )
@@ -244,3 +244,15 @@ def test_deepcopy_and_state_dict_keep_the_numbers():
     assert torch.equal(net.score(windows), twin.score(windows)) and torch.equal(
         net.score(windows), other.score(windows)
     )
+
+
+@pytest.mark.parametrize("key", ["amp_window", "amp_gate", "reward"])
+def test_what_is_not_finite_is_named_by_row_or_step(key):
+    reward = AMPReward(Discriminator(frame_dim=3, hidden=(8,)))
+    step = {"amp_window": torch.zeros(4, 6, 15), "amp_gate": torch.ones(4, 6, 1), "reward": torch.zeros(4, 6, 1)}
+    step[key][3, 2, 0] = float("inf")
+    data = TensorDict(next=step, batch_size=[4, 6])
+    with pytest.raises(ValueError, match=rf"\('next', '{key}'\) holds inf at env 3, step 2"):
+        reward(data)
+    with pytest.raises(ValueError, match=rf"\('next', '{key}'\) holds inf at row 20"):
+        reward(data.reshape(-1))

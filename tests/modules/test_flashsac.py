@@ -199,3 +199,21 @@ def test_mistakes_are_refused():
     with pytest.raises(ValueError, match="min_value < max_value"):
         FlashCritic(3, min_value=1.0, max_value=-1.0)
     assert flash_critic({"a": 2}, 1, hidden_dim=4).in_keys == ["a", "action"]
+
+
+@pytest.mark.parametrize("members", [None, 3])
+def test_running_statistics_never_become_nan(members):
+    norm = UnitBatchNorm(4, members)
+    shape = (6, 4) if members is None else (members, 4, 6)
+    good = torch.randn(shape)
+    norm(good, batch_stats=True)
+    before = norm.running_mean.clone(), norm.running_var.clone()
+    bad = good.clone()
+    bad[(2, 1) if members is None else (2, 1, 5)] = float("nan")
+    assert norm(bad, batch_stats=True).isnan().any()
+    assert norm.running_mean.isfinite().all() and norm.running_var.isfinite().all()
+    hit = (1,) if members is None else (2, 1)
+    assert norm.running_mean[hit] == before[0][hit] and norm.running_var[hit] == before[1][hit]
+    rest = torch.ones_like(before[0], dtype=torch.bool)
+    rest[hit] = False
+    assert (norm.running_mean != before[0])[rest].all()

@@ -1,7 +1,26 @@
 import pytest
 import torch
+from tensordict import TensorDict
+from torchrl.data import Bounded
 
-from edenrl.modules import RunningNorm
+from edenrl.modules import (
+    Discriminator,
+    FlashActor,
+    FlashCritic,
+    FrameNorm,
+    HIMActor,
+    HIMLayout,
+    RMAActor,
+    RunningNorm,
+    SimBa,
+    UnitBatchNorm,
+    flash_actor,
+    flash_critic,
+    gaussian_actor,
+    value_critic,
+)
+from edenrl.modules.normalization import root
+from edenrl.objectives import FlashSACLoss
 
 
 def test_merged_batches_equal_one_pass_statistics():
@@ -130,3 +149,79 @@ def test_the_exported_program_takes_and_gives_float32():
     x = torch.randn(5, 3)
     program = torch.export.export(norm.eval(), (x,)).module()
     assert program(x).dtype == torch.float32 and torch.equal(program(x), norm(x))
+
+
+@pytest.mark.parametrize("kind", [RunningNorm, FrameNorm])
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float16, 2e-3), (torch.bfloat16, 2e-2), (torch.float32, 1e-5)])
+@pytest.mark.parametrize("spread", [3.0, 270.0, 6e4])
+def test_wide_features_are_seen_in_every_precision(kind, dtype, close, spread):
+    norm = kind(1)
+    for _ in range(60):
+        norm.update(torch.tensor([[-spread], [spread]]))
+    x = torch.tensor([[0.5 * spread], [spread]])
+    out = norm.to(dtype)(x.to(dtype))
+    assert out.dtype == dtype
+    torch.testing.assert_close(out.float(), torch.tensor([[0.5], [1.0]]), rtol=close + 0.01 / spread, atol=0)
+
+
+def test_a_variance_beyond_float32_still_has_a_root():
+    norm = RunningNorm(1)
+    norm.update(torch.tensor([[-1e20], [1e20]]))
+    assert norm(torch.tensor([[1e20]])).item() == pytest.approx(1.0)
+
+
+def test_the_root_has_the_digits_of_the_plain_one():
+    var = torch.rand(1000, dtype=torch.float64, generator=torch.Generator().manual_seed(2)) * 10 ** torch.arange(
+        -7.0, 9.0, 0.016, dtype=torch.float64
+    )
+    assert torch.equal(root(var, torch.float32), var.float().sqrt())
+    assert torch.equal(root(var, torch.float32, 1e-4), (var.float() + 1e-4).sqrt())
+
+
+@pytest.fixture
+def double():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def narrow(*shape):
+    return torch.randn(*shape, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda: gaussian_actor({"a": 3}, 2, normalize=False).module[0].module(narrow(4, 3))[0],
+        lambda: gaussian_actor({"a": 3}, 2).module[0].module(narrow(4, 3))[0],
+        lambda: value_critic({"a": 3}, normalize=False).module(narrow(4, 3)),
+        lambda: FlashActor({"a": 3}, 2, hidden_dim=8)(narrow(4, 3), batch_stats=True)[0],
+        lambda: FlashCritic(5, hidden_dim=8)(narrow(4, 3), narrow(4, 2), batch_stats=True)[0],
+        lambda: SimBa(3, 2, hidden_dim=8)(narrow(4, 3)),
+        lambda: HIMActor(HIMLayout(frame=4, frames=3, order="oldest_first"), 2, target_skip_dim=0)(narrow(4, 12))[0],
+        lambda: RMAActor(dict(prop=6, priv_explicit=3, priv_latent=5, history=60), 4)(
+            narrow(4, 6), history=narrow(4, 60), latent="history", estimated=True
+        )[0],
+        lambda: Discriminator(3, hidden=(8,), normalize=False)(narrow(4, 15)),
+    ],
+)
+def test_networks_of_a_float64_program_read_what_environments_publish(run, double):
+    out = run()
+    assert out.dtype == torch.float64 and out.isfinite().all()
+
+
+def test_the_losses_of_flashsac_run_in_a_float64_program(double):
+    actor = flash_actor({"a": 3}, Bounded(-1.0, 1.0, (2,), dtype=torch.float32), hidden_dim=8)
+    loss = FlashSACLoss(actor, flash_critic({"a": 3}, 2, hidden_dim=8))
+    ends = dict(a=narrow(9, 3), reward=narrow(9, 1), terminated=torch.zeros(9, 1, dtype=torch.bool))
+    out = loss(TensorDict(a=narrow(9, 3), action=narrow(9, 2).tanh(), next=ends, batch_size=[9]))
+    assert all(value.dtype == torch.float64 and value.isfinite() for value in out.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_batch_statistics_of_wide_features_survive_half_precision(dtype):
+    norm = UnitBatchNorm(2)
+    norm.running_var.fill_(9e4)
+    out = norm.to(dtype)(torch.tensor([[300.0, -600.0]], dtype=dtype))
+    assert out.dtype == dtype and norm.running_var.dtype == torch.float32
+    torch.testing.assert_close(out.float(), torch.tensor([[1.0, -2.0]]), rtol=2e-2, atol=0)

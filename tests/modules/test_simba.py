@@ -402,6 +402,7 @@ def test_compilation_changes_neither_numbers_nor_keys_nor_exports(backend, tmp_p
             if p.grad is not None:
                 torch.testing.assert_close(q.grad, p.grad, rtol=1e-4, atol=1e-5)
                 p.data += 0.1 * p.grad
+        project_(plain)
         compiled.load_state_dict(plain.state_dict())
     expected = [out.detach() for out in plain(*groups)]
     torch.testing.assert_close([out.detach() for out in compiled(*groups)], expected, rtol=0, atol=1e-5)
@@ -441,3 +442,23 @@ def test_the_ten_lines_of_the_page_run():
     for block in blocks:
         exec(compile(block, "simba.md", "exec"), names)
     assert off_sphere(names["actor"]) < 1e-6
+
+
+def test_loaded_weights_are_projected_and_unit_rows_keep_their_bits():
+    torch.manual_seed(5)
+    net, other = SimBa(7, 3, hidden_dim=24), SimBa(7, 3, hidden_dim=24)
+    post_step_hook(optimizer := torch.optim.Adam(net.parameters(), lr=0.1), net)
+    net(torch.randn(50, 7)).square().mean().backward()
+    optimizer.step()
+    state = net.state_dict()
+    other.load_state_dict(state)
+    assert all(torch.equal(value, state[name]) for name, value in other.state_dict().items())
+    scaled = {name: 3 * value if name.endswith(("w.weight", "w1.weight")) else value for name, value in state.items()}
+    scaled["head.w2.weight"] = state["head.w2.weight"].clone()
+    scaled["head.w2.weight"][1] *= 2
+    other.load_state_dict(scaled)
+    for layer in other.modules():
+        if isinstance(layer, HyperDense):
+            torch.testing.assert_close(layer.weight.norm(dim=1), torch.ones(len(layer.weight)))
+    assert torch.equal(other.head.w2.weight[[0, 2]], state["head.w2.weight"][[0, 2]])
+    copy.deepcopy(other).load_state_dict(scaled)

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from tensordict import TensorDict
+from torchrl.data import Bounded
 from torchrl.modules import ProbabilisticActor
 
 from edenrl.modules import MirrorAugmentation, SignedPermutation, gaussian_actor, value_critic
@@ -147,3 +148,20 @@ def test_a_function_of_vectors_becomes_a_mirror() -> None:
 def test_a_function_that_is_no_mirror_is_refused(function: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SignedPermutation.from_function(function, 3)
+
+
+@pytest.mark.parametrize("log_prob", ["original", "mirrored"])
+def test_a_saturated_action_is_mirrored_before_the_tanh(log_prob: str) -> None:
+    torch.manual_seed(1)
+    actor = gaussian_actor({"observation": 3}, Bounded(-2.0, 2.0, (2,)), squash=True, hidden=(8,), normalize=False)
+    network = actor.module[0].module
+    with torch.no_grad():
+        network.mlp[-1].weight.zero_()
+        network.mlp[-1].bias.copy_(torch.tensor([15.0, -15.0]))  # equals its own mirror image
+    data = batch(actor, 33)
+    doubled = MirrorAugmentation(MIRRORS, actor, log_prob=log_prob)(data)
+    sample = data["pre_squash_action"]
+    assert torch.equal(doubled["pre_squash_action"][33:], torch.stack([-sample[:, 1], -sample[:, 0]], -1))
+    torch.testing.assert_close(doubled["action"], 2 * doubled["pre_squash_action"].tanh())
+    out = PPOLoss(actor, entropy_coeff=0.0)(doubled)
+    assert out["max_ratio"].item() == pytest.approx(1.0, abs=1e-4)

@@ -1,5 +1,6 @@
 """APGLoss on rollouts of DifferentiableCollector: published numbers, numbers by hand, finite differences."""
 
+import math
 from functools import partial
 
 import numpy as np
@@ -8,7 +9,7 @@ import torch
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import nn
-from torchrl.data import Binary, Composite, Unbounded
+from torchrl.data import Binary, Bounded, Composite, Unbounded
 from torchrl.envs import EnvBase
 from torchrl.envs.utils import ExplorationType
 from torchrl.modules import IndependentNormal, ProbabilisticActor
@@ -332,3 +333,15 @@ def test_data_without_a_graph_or_of_another_shape_is_refused(actor):
         APGLoss(actor)(data)
     with pytest.raises(ValueError, match="probabilistic"):
         APGLoss(nn.Linear(2, 2))
+
+
+def test_the_entropy_of_a_saturated_policy_is_that_of_its_own_samples():
+    torch.manual_seed(0)
+    actor = gaussian_actor({"observation": 3}, Bounded(-1.0, 1.0, (1,)), hidden=(8,), squash=True, init_std=0.5)
+    with torch.no_grad():
+        actor.module[0].module.mlp[-1].bias.fill_(15.0)
+    data = TensorDict(observation=torch.zeros(1, 4000, 3), batch_size=[1, 4000])
+    data["next"] = dict(reward=torch.zeros(1, 4000, 1, requires_grad=True), done=torch.zeros(1, 4000, 1).bool())
+    # Far out the slope of the tanh is 4 exp(-2 x): the Gaussian's entropy, + log 4 - 2 * mean.
+    expected = 0.5 * math.log(2 * math.pi * math.e * 0.5**2) + math.log(4) - 2 * 15.0
+    assert APGLoss(actor)(data)["entropy"].item() == pytest.approx(expected, abs=0.1)

@@ -302,3 +302,11 @@ def test_each_channel_is_standardized_on_its_own():
     flat = out["advantage"].reshape(-1, 2)
     torch.testing.assert_close(flat.mean(0), torch.zeros(2), rtol=0, atol=1e-5)
     torch.testing.assert_close(flat.std(0), torch.ones(2), rtol=0, atol=1e-5)
+
+
+def test_a_plain_reward_that_is_not_finite_is_refused_too():
+    rollout = random_rollout()
+    rollout["next", "reward"] = torch.zeros(*rollout.shape, 1)
+    rollout["next", "reward"][2, 7] = torch.nan
+    with pytest.raises(ValueError, match=r"'reward'\) holds nan at env 2, step 7"):
+        TwoChannelGAE(gamma=0.99, lmbda=0.95, value_network=value_critic({"observation": 2}, num_values=2))(rollout)

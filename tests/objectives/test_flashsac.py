@@ -309,3 +309,20 @@ def test_other_networks_and_shapes_are_refused():
     batch = make_batch(6)
     with pytest.raises(ValueError, match=r"shape \(6, 1\), got \(6,\)"):
         loss(batch.set(("next", "reward"), batch["next", "reward"][:, 0]))
+
+
+@pytest.mark.parametrize("part", ["forward", "actor_loss", "critic_loss"])
+@pytest.mark.parametrize("key", ["observation", ("next", "observation"), "action", ("next", "reward")])
+def test_data_that_is_not_finite_is_refused_before_the_statistics_move(part, key):
+    loss, batch = make(), make_batch(7)
+    before = copy.deepcopy(loss.state_dict())
+    batch[key][5] = math.nan
+    with pytest.raises(ValueError, match="holds nan at row 5"):
+        getattr(loss, part)(batch)
+    assert all(torch.equal(value, before[name]) for name, value in loss.state_dict().items())
+
+
+def test_values_that_are_not_finite_become_no_index():
+    atoms = torch.linspace(-1.0, 1.0, 5)
+    out = project_distribution(torch.full((2, 3), 1 / 3), torch.tensor([[0.0, math.nan, 1.0], [0.1, 0.2, 0.3]]), atoms)
+    assert out[0].isnan().any() and out[1].sum().item() == pytest.approx(1.0)

@@ -5,10 +5,13 @@ import torch
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import nn
+from torchrl.data import Bounded
+from torchrl.envs.utils import ExplorationType, set_exploration_type
 from torchrl.modules import IndependentNormal, ProbabilisticActor, ValueOperator
+from torchrl.objectives import ClipPPOLoss
 
-from edenrl.modules import categorical_actor, gaussian_actor, value_critic
-from edenrl.objectives import PPOLoss, gaussian_kl
+from edenrl.modules import TaskConstraint, categorical_actor, gaussian_actor, value_critic
+from edenrl.objectives import CMDPLoss, GRPOLoss, HIMLoss, PPOLoss, gaussian_kl
 from edenrl.optim import GradientStep, make_lr_schedule
 from edenrl.testing import check_loss_module
 
@@ -181,8 +184,6 @@ def test_exact_kl_is_positive_where_the_sampled_one_is_not():
 
 
 def test_squashing_leaves_the_kl_unchanged():
-    from torchrl.data import Bounded
-
     torch.manual_seed(0)
     actor = gaussian_actor({"observation": 3}, Bounded(-2.0, 5.0, shape=(2,)), squash=True)
     critic = value_critic({"observation": 3})
@@ -299,3 +300,114 @@ def test_composite_policies_build():
         loss = PPOLoss(actor, value_critic({"observation": 3}))
         loss.set_keys(action=[("agent", "action")], sample_log_prob=[("agent", "action_log_prob")])
         assert ("agent", "action") in loss.in_keys
+
+
+# ---- squashed actions ------------------------------------------------------------------------------------------------
+
+
+def saturated(loss_class, low=-2.0, high=5.0, loc=20.0, scale=1.0, rows=257, seed=0, **options):
+    """A loss whose policy acts where the tanh is flat, and what that policy collected."""
+    torch.manual_seed(seed)
+    box = Bounded(low, high, shape=(3,))
+    actor = gaussian_actor({"observation": 4}, box, hidden=(8,), init_std=scale, squash=True)
+    with torch.no_grad():
+        actor.module[0].module.mlp[-1].bias.fill_(loc)
+    data = TensorDict(observation=torch.randn(rows, 4), batch_size=[rows])
+    width = 2 if loss_class is CMDPLoss else 1
+    with set_exploration_type(ExplorationType.RANDOM), torch.no_grad():
+        data = actor(data)
+    data["advantage"] = torch.randn(rows, width)
+    if loss_class is CMDPLoss:
+        options |= dict(critic_network=None, constraint=TaskConstraint(alpha=0.9))
+    return actor, loss_class(actor, **options), data
+
+
+@pytest.mark.parametrize("loss_class", [PPOLoss, CMDPLoss, GRPOLoss, HIMLoss])
+@pytest.mark.parametrize(("loc", "scale"), [(0.0, 1.0), (5.0, 1.0), (-8.0, 3.0), (20.0, 0.5)])
+def test_the_ratio_of_saturated_actions_starts_at_one(loss_class, loc, scale):
+    _, loss, data = saturated(loss_class, loc=loc, scale=scale)
+    out = loss(data)
+    assert out["max_ratio"].item() == pytest.approx(1.0, abs=1e-4)
+    assert out["kl_approx"].abs().item() < 1e-5 and out["kl"].item() == pytest.approx(0.0, abs=1e-6)
+    out["loss_objective"].backward()
+    squashed = [p.grad.clone() for p in loss.parameter_groups()["policy"] if p.grad is not None]
+    # Far from saturation, with the same samples of noise, the gradient is the same.
+    _, loss, data = saturated(loss_class, loc=0.0, scale=scale)
+    loss(data)["loss_objective"].backward()
+    free = [p.grad for p in loss.parameter_groups()["policy"] if p.grad is not None]
+    torch.testing.assert_close(squashed, free, rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.parametrize("bounds", [(-1.0, 1.0), (-2.0, 5.0)])
+def test_the_ratio_of_saturated_actions_is_that_of_the_gaussians(bounds):
+    actor, loss, data = saturated(PPOLoss, *bounds, loc=9.0, reduction="none", entropy_coeff=0.0)
+    with torch.no_grad():
+        actor.module[0].module.mlp[-1].bias.add_(torch.tensor([0.3, -0.2, 0.1]))
+    new = actor.get_dist(data.select("observation")).base_dist.log_prob(data["pre_squash_action"])
+    old = IndependentNormal(data["loc"], data["scale"]).log_prob(data["pre_squash_action"])
+    ratio = (new - old).exp()
+    advantage = data["advantage"].squeeze(-1)
+    expected = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+    torch.testing.assert_close(loss(data)["loss_objective"], expected, rtol=1e-3, atol=1e-4)
+
+
+def test_reference_policy_of_saturated_actions_is_no_penalty_at_the_start():
+    _, loss, data = saturated(GRPOLoss, kl_coeff=0.1)
+    assert loss(data)["kl_reference"].item() == pytest.approx(0.0, abs=1e-6)
+
+
+def test_the_sample_before_the_tanh_is_read_and_can_be_renamed():
+    _, loss, data = saturated(PPOLoss)
+    assert (
+        "pre_squash_action" in loss.in_keys and "pre_squash_action" not in PPOLoss(gaussian_actor({"o": 1}, 1)).in_keys
+    )
+    with pytest.raises(KeyError, match="no 'pre_squash_action', the samples before the tanh"):
+        loss(data.exclude("pre_squash_action"))
+    expected = loss(data)["kl_approx"]
+    loss.set_keys(pre_squash_action=("policy", "raw"))
+    renamed = data.clone().rename_key_("pre_squash_action", ("policy", "raw"))
+    assert ("policy", "raw") in loss.in_keys and torch.equal(loss(renamed)["kl_approx"], expected)
+
+
+def test_the_loss_of_torchrl_trains_a_squashed_actor():
+    actor, _, data = saturated(PPOLoss, loc=0.0)
+    loss = ClipPPOLoss(actor, critic_network=None)
+    out = loss(data)
+    assert out["max_ratio"].item() == pytest.approx(1.0, abs=1e-4)
+    out["loss_objective"].backward()
+    assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in loss.parameters())
+
+
+# ---- names -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loss_class", [PPOLoss, GRPOLoss, HIMLoss])
+@pytest.mark.parametrize("names", [{"loc": "old_loc"}, {"loc": ("old", "loc"), "scale": ("old", "scale")}])
+def test_renamed_parameters_of_the_distribution_stay_in_keys(loss_class, names):
+    actor = gaussian_actor({"observation": 3}, 2, hidden=(8,))
+    data = actor(TensorDict(observation=torch.randn(7, 3), batch_size=[7])).detach().set("advantage", torch.randn(7, 1))
+    loss = loss_class(actor)
+    expected = loss(data)["kl"]
+    loss.set_keys(**names)
+    for name, key in names.items():
+        data.rename_key_(name, key)
+    assert set(names.values()) | {"loc", "scale"} - set(names) <= set(loss.in_keys)
+    assert torch.equal(loss(data)["kl"], expected)
+    loss.set_keys(**dict.fromkeys(names))
+    assert {"loc", "scale"} <= set(loss.in_keys)
+
+
+def test_no_value_clipping_has_two_names():
+    actor, critic = gaussian_actor({"observation": 3}, 2), value_critic({"observation": 3})
+    td = rollout(actor, critic)
+    without, off = PPOLoss(actor, critic, clip_value=None), PPOLoss(actor, critic, clip_value=False)
+    assert torch.equal(without(td)["loss_critic"], off(td)["loss_critic"]) and without.out_keys == off.out_keys
+    with pytest.raises(ValueError, match="clip_value True, False, None or a positive range, got -1"):
+        PPOLoss(actor, critic, clip_value=-1)
+
+
+def test_the_share_of_clipped_values_is_logged():
+    actor, critic = gaussian_actor({"observation": 3}, 2), value_critic({"observation": 3})
+    td = rollout(actor, critic)
+    td["state_value"] += 1000.0
+    assert PPOLoss(actor, critic)(td)["value_clip_fraction"].item() == 1.0

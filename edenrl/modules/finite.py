@@ -1,0 +1,74 @@
+"""Refusal of data that is not finite, by key, row and step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+
+__all__ = ["refuse_nonfinite"]
+
+# Squared by a loss, anything larger overflows float32.
+_LARGEST = 1e18
+
+
+def refuse_nonfinite(
+    data: TensorDictBase, keys: Iterable[NestedKey], *, time_axis: int | None = None, what: str = "rollout"
+) -> None:
+    """Raises on the first entry that is NaN, infinite or beyond 1e18.
+
+    Reads the device once when all is well. Entries that are absent, empty or not floating-point are left out.
+
+    Args:
+        data: data of any batch shape.
+        keys: the entries to look at, in the order in which a step produces them.
+        time_axis: batch dimension that counts steps. Default: the last of two or more, none of a single one.
+        what: what is refused, for the message. Default "rollout".
+
+    Raises:
+        ValueError: naming key, row and step. Of several entries it is the one that went wrong first.
+
+    Examples:
+        >>> from tensordict import TensorDict
+        >>> data = TensorDict(reward=torch.zeros(4, 6, 1), batch_size=[4, 6])
+        >>> refuse_nonfinite(data, ["reward"])
+        >>> data["reward"][2, 5] = torch.nan
+        >>> refuse_nonfinite(data, ["reward"])  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        ValueError: 'reward' holds nan at env 2, step 5 (index [2, 5, 0]): the rollout is refused before anything ...
+    """
+    entries = {key: entry for key in keys if (entry := data.get(key, None)) is not None}
+    floats = {key: entry.detach() for key, entry in entries.items() if entry.is_floating_point() and entry.numel()}
+    if not floats:
+        return
+    # Comparisons with NaN are false, so one reduction covers NaN, infinity and overflow.
+    good = [entry.abs().amax() < _LARGEST for entry in floats.values()]
+    if bool(torch.stack(good).all()):
+        return
+    if time_axis is None and data.ndim > 1:
+        time_axis = data.ndim - 1
+    elif time_axis is not None:
+        time_axis %= data.ndim
+    found = []
+    for order, (key, entry) in enumerate(floats.items()):
+        bad = (~(entry.abs() < _LARGEST)).nonzero()
+        if len(bad):
+            first = (bad[0] if time_axis is None else bad[bad[:, time_axis].argmin()]).tolist()
+            found.append((0 if time_axis is None else first[time_axis], order, key, first))
+    # What went wrong first, in time and within a step, is the cause of the rest.
+    _, _, key, first = min(found)
+    value = floats[key][tuple(first)].item()
+    raise ValueError(
+        f"{key!r} holds {value:.6g} at {_place(first[: data.ndim], time_axis)}(index {first}): the {what} is refused "
+        "before anything is trained on it. Fix the environment (or terminate a state that diverges) so that this entry "
+        "stays finite and below 1e18."
+    )
+
+
+def _place(index: list[int], time_axis: int | None) -> str:
+    if time_axis is None:
+        return f"row {index[0]} " if index else ""
+    names = [f"step {i}" if axis == time_axis else f"env {i}" for axis, i in enumerate(index)]
+    names.append(names.pop(time_axis))
+    return ", ".join(names) + " "
