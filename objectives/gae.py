@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from tensordict import NestedKey, TensorDictBase
+from tensordict import NestedKey, TensorDictBase, unravel_key
 from tensordict.nn import TensorDictModule, dispatch
 from torch import Tensor
 from torchrl.objectives import value as torchrl_value
@@ -19,8 +21,8 @@ class GAE(torchrl_value.GAE):
     r"""TorchRL's GAE with half the value passes and a check for non-finite data.
 
     TorchRL evaluates the critic on every observation twice, once as ``obs`` and once as ``("next", obs)``. In a
-    rollout ``("next", obs)`` at ``t`` is ``obs`` at ``t + 1`` except where an episode or the rollout ends, so this
-    class runs one pass over the observations and one over those final ones.
+    rollout ``("next", obs)`` at ``t`` is ``obs`` at ``t + 1`` except where an episode or the rollout ends. This class
+    compares the two. It runs one pass over the observations and one over the next observations that differ.
 
     Time-outs bootstrap from the value of the true last observation, terminations from zero; ``done`` cuts the
     recursion. With ``auto_reset_env=True`` (a simulator that hides the last observation) a time-out bootstraps from the
@@ -40,6 +42,7 @@ class GAE(torchrl_value.GAE):
 
     Raises:
         ValueError: if a reward, observation or value is NaN, infinite or beyond 1e18, naming key, environment and step.
+            The next observation of a terminated step may be NaN: nothing depends on it.
 
     Source: Schulman et al. 2016, arXiv:1506.02438; Pardo et al. 2018, arXiv:1712.00378 (time limits).
 
@@ -74,16 +77,35 @@ class GAE(torchrl_value.GAE):
         time_dim: int | None = None,
     ) -> TensorDictBase:
         """Writes advantages and value targets into the rollout and returns it."""
-        self._time_axis = self._get_time_dim(time_dim, tensordict)
-        self._refuse_flat_columns(tensordict)
-        refuse_nonfinite(tensordict, self._inputs(tensordict), time_axis=self._time_axis)
+        with self._checked(tensordict, time_dim):
+            return super().forward(tensordict, params=params, target_params=target_params, time_dim=time_dim)
+
+    def value_estimate(
+        self,
+        tensordict: TensorDictBase,
+        params: Any = None,
+        target_params: Any = None,
+        time_dim: int | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """The value targets of the rollout, without the advantages."""
+        with self._checked(tensordict, time_dim):
+            return super().value_estimate(tensordict, params, target_params, time_dim, **kwargs)
+
+    @contextlib.contextmanager
+    def _checked(self, data: TensorDictBase, time_dim: int | None) -> Iterator[None]:
+        """Checks the rollout, and leaves the frozen layers of the critic frozen."""
+        self._time_axis = self._get_time_dim(time_dim, data)
+        self._refuse_flat_columns(data)
+        refuse_nonfinite(data, self._inputs(data), time_axis=self._time_axis, absent=self._absent(data))
         # The parent lends itself the whole critic and then makes all of it trainable, frozen layers too.
         network = self.value_network
         frozen = [] if network is None else [p for p in network.parameters() if not p.requires_grad]
-        out = super().forward(tensordict, params=params, target_params=target_params, time_dim=time_dim)
-        for parameter in frozen:
-            parameter.requires_grad_(False)
-        return out
+        try:
+            yield
+        finally:
+            for parameter in frozen:
+                parameter.requires_grad_(False)
 
     def _call_value_nets(
         self,
@@ -107,21 +129,47 @@ class GAE(torchrl_value.GAE):
         else:
             valid = None
             value = net(data.select(*net.in_keys)).get(value_key)
-            ends = data.get(("next", self.tensor_keys.done)).any(-1)
-            ends.select(self._time_axis, -1).fill_(True)
-            final_value = net(data.get("next").select(*net.in_keys, strict=False)[ends]).get(value_key)
+            apart = self._has_own_next(data, net.in_keys)
+            apart_value = net(data.get("next").select(*net.in_keys, strict=False)[apart]).get(value_key)
             next_value = value.roll(-1, self._time_axis)
-            next_value = next_value.masked_scatter(ends.unsqueeze(-1).expand_as(value), final_value)
-            data.set(value_key, value)
-            data.set(("next", value_key), next_value)
+            next_value = next_value.masked_scatter(self._expand_to_match(apart, value), apart_value)
+            # A terminated step may have NaN as its next observation. Its value counts zero times, but 0 * NaN is NaN.
+            absent = next_value.isnan() & self._expand_to_match(self._all_terminated(data), value)
+            next_value = torch.where(absent, value, next_value)
+        # TorchRL's path writes them into a copy where a next observation is NaN.
+        data.set(value_key, value)
+        data.set(("next", value_key), next_value)
         refuse_nonfinite(data, [value_key, ("next", value_key)], time_axis=self._time_axis)
         return value, next_value.detach() if detach_next else next_value, valid
+
+    def _has_own_next(self, data: TensorDictBase, keys: list[NestedKey]) -> Tensor:
+        """True, ``[*B, T]``, where the next observation is not the observation of the following row."""
+        time, steps = self._time_axis, data.shape[self._time_axis]
+        apart = data.get(("next", self.tensor_keys.done)).flatten(data.ndim).any(-1)
+        apart.select(time, -1).fill_(True)
+        inner = apart.narrow(time, 0, steps - 1)
+        for key in keys:
+            entry, following = data.get(key, None), data.get(unravel_key(("next", key)), None)
+            if isinstance(entry, Tensor) and isinstance(following, Tensor):
+                differs = following.narrow(time, 0, steps - 1) != entry.narrow(time, 1, steps - 1)
+                inner |= differs.flatten(data.ndim).any(-1) if differs.ndim > data.ndim else differs
+            else:
+                inner.fill_(True)  # nothing to compare
+        return apart
+
+    def _all_terminated(self, data: TensorDictBase) -> Tensor:
+        """True, ``[*B, T]``, where nothing bootstraps from the next observation."""
+        done = data.get(("next", self.tensor_keys.done))
+        return data.get(("next", self.tensor_keys.terminated), done).flatten(data.ndim).all(-1)
 
     def _prepare_signals(
         self, reward: Tensor, done: Tensor, terminated: Tensor, value: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         self._terminated = terminated
-        shared = [x.expand_as(value) if x.shape[-1] == 1 else x for x in (reward, done, terminated)]
+        # A signal that lacks the dimension of the agents is left as it is: the parent refuses it.
+        shared = [
+            x.expand_as(value) if x.shape[-1] == 1 and x.ndim == value.ndim else x for x in (reward, done, terminated)
+        ]
         return shared[0], shared[1], shared[2]
 
     def _broadcast_optional(self, tensor: Tensor, value: Tensor) -> Tensor:
@@ -145,7 +193,7 @@ class GAE(torchrl_value.GAE):
         """Entries that are read, in the order in which a step produces them."""
         network = self.value_network
         keys: list[Any] = [self.tensor_keys.value] if network is None else list(network.in_keys)
-        keys += [("next", *key) if isinstance(key, tuple) else ("next", key) for key in keys]
+        keys += [unravel_key(("next", key)) for key in keys]
         return [*keys, ("next", self.tensor_keys.reward)]
 
     def _refuse_flat_columns(self, data: TensorDictBase) -> None:
@@ -156,3 +204,10 @@ class GAE(torchrl_value.GAE):
                     f"('next', {name!r}) has the shape {tuple(entry.shape)} of the batch; GAE needs a last dimension "
                     f"of 1, {(*entry.shape, 1)}, as environments give it. Store entry.unsqueeze(-1)."
                 )
+
+    def _absent(self, data: TensorDictBase) -> dict[NestedKey, Tensor]:
+        """Rows in which the critic's next inputs may be NaN: it is not asked about them."""
+        if self.value_network is None:
+            return {}
+        terminated = self._all_terminated(data)
+        return {unravel_key(("next", key)): terminated for key in self.value_network.in_keys}

@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
-from torchrl.data import Binary, Bounded, Categorical, Composite, MultiCategorical, MultiOneHot, OneHot, TensorSpec
+from torchrl.data import Bounded, Categorical, Composite, MultiCategorical, MultiOneHot, OneHot, TensorSpec
 from torchrl.modules import IndependentNormal, ProbabilisticActor, ValueOperator
 
 from edenrl.modules.mlp import GaussianMLP, GroupMLP

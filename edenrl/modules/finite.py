@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from tensordict import NestedKey, TensorDictBase
+from tensordict.utils import expand_as_right
+from torch import Tensor
 
 __all__ = ["refuse_nonfinite"]
 
@@ -14,7 +16,12 @@ _LARGEST = 1e18
 
 
 def refuse_nonfinite(
-    data: TensorDictBase, keys: Iterable[NestedKey], *, time_axis: int | None = None, what: str = "rollout"
+    data: TensorDictBase,
+    keys: Iterable[NestedKey],
+    *,
+    time_axis: int | None = None,
+    what: str = "rollout",
+    absent: Mapping[NestedKey, Tensor] | None = None,
 ) -> None:
     """Raises on the first entry that is NaN, infinite or beyond 1e18.
 
@@ -25,6 +32,7 @@ def refuse_nonfinite(
         keys: the entries to look at, in the order in which a step produces them.
         time_axis: batch dimension that counts steps. Default: the last of two or more, none of a single one.
         what: what is refused, for the message. Default "rollout".
+        absent: per key, the rows in which a NaN is allowed because nothing reads it, bool of the batch's shape.
 
     Raises:
         ValueError: naming key, row and step. Of several entries it is the one that went wrong first.
@@ -52,10 +60,15 @@ def refuse_nonfinite(
         time_axis %= data.ndim
     found = []
     for order, (key, entry) in enumerate(floats.items()):
-        bad = (~(entry.abs() < _LARGEST)).nonzero()
+        poisons = ~(entry.abs() < _LARGEST)
+        if absent is not None and key in absent:
+            poisons &= ~(entry.isnan() & expand_as_right(absent[key], entry))
+        bad = poisons.nonzero()
         if len(bad):
             first = (bad[0] if time_axis is None else bad[bad[:, time_axis].argmin()]).tolist()
             found.append((0 if time_axis is None else first[time_axis], order, key, first))
+    if not found:
+        return
     # What went wrong first, in time and within a step, is the cause of the rest.
     _, _, key, first = min(found)
     value = floats[key][tuple(first)].item()

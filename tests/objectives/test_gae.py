@@ -385,3 +385,92 @@ def test_in_the_fallback_termination_wins_over_a_time_out():
     td["next", "terminated"] = td["next", "truncated"].clone()
     advantage = GAE(gamma=0.9, lmbda=0.95, value_network=identity_critic(), auto_reset_env=True)(td)["advantage"]
     assert advantage.flatten()[2].item() == pytest.approx(-2.0)
+
+
+def mismatched(share, seed, shape, time_first=False):
+    """A rollout in which that share of the next observations is not the observation of the following row."""
+    td, critic = random_rollout(seed, shape=shape)
+    changed = torch.rand(*shape, 1) < share
+    td["next", "observation"] = torch.where(changed, torch.randn(*shape, 3), td["next", "observation"])
+    if time_first:
+        td = td.transpose(0, 1).contiguous()
+        td.names = ["time", None]
+    return td, critic
+
+
+@pytest.mark.parametrize(
+    ("share", "seed", "shape", "time_first"),
+    [(0.0, 1, (3, 9), False), (0.05, 2, (7, 11), True), (0.5, 3, (1, 6), False), (1.0, 4, (6, 1), True)],
+)
+def test_next_observations_that_do_not_follow_are_valued_on_their_own(share, seed, shape, time_first):
+    td, critic = mismatched(share, seed, shape, time_first)
+    expected = TorchRLGAE(gamma=0.97, lmbda=0.9, value_network=critic, deactivate_vmap=True)(td.clone())
+    for options in ({}, dict(value_chunk_size=2), dict(num_chunks=3)):
+        gae = GAE(gamma=0.97, lmbda=0.9, value_network=critic, **options)
+        out = gae(td.clone())
+        for key in ("advantage", "value_target", "state_value", ("next", "state_value")):
+            torch.testing.assert_close(out[key], expected[key])
+        # The time dimension is that of this call, not of the one before.
+        target = GAE(gamma=0.97, lmbda=0.9, value_network=critic, **options).value_estimate(td.clone())
+        torch.testing.assert_close(target, expected["value_target"])
+
+
+def test_only_the_entries_that_differ_cost_a_second_pass():
+    td, _ = random_rollout(shape=(4, 10))
+    for name in ("terminated", "truncated", "done"):
+        td["next", name] = torch.zeros(4, 10, 1, dtype=torch.bool)
+    td["next", "observation"][:, :-1] = td["observation"][:, 1:]
+    td["next", "observation"][2, 5, 1] += 1e-3
+    critic = identity_critic()
+    GAE(gamma=0.97, lmbda=0.9, value_network=critic)(td)
+    assert critic.module.rows == 4 * 10 + 4 + 1
+
+
+def test_each_input_of_the_critic_is_compared():
+    torch.manual_seed(0)
+    flags = torch.zeros(3, 8, 1, dtype=torch.bool)
+    kind, image = torch.randint(5, (3, 9, 1)), torch.randn(3, 9, 2, 2)
+    td = TensorDict(
+        image=image[:, :-1],
+        group=dict(kind=kind[:, :-1]),
+        next=dict(
+            image=image[:, 1:], group=dict(kind=kind[:, 1:]), reward=torch.ones(3, 8, 1), done=flags, terminated=flags
+        ),
+        batch_size=[3, 8],
+    )
+    critic = TensorDictModule(
+        lambda image, kind: image.sum((-1, -2)).unsqueeze(-1) + kind,
+        in_keys=["image", ("group", "kind")],
+        out_keys=["state_value"],
+    )
+    for key, change in ((("next", "image"), 1.0), (("next", "group", "kind"), 1)):
+        changed = td.clone()
+        changed[key][1, 3] += change
+        ours = GAE(gamma=0.97, lmbda=0.9, value_network=critic)(changed.clone())["advantage"]
+        torch.testing.assert_close(ours, torchrl_advantage(changed, critic))
+
+
+@pytest.mark.parametrize("options", [{}, dict(shifted=True), dict(value_chunk_size=2)])
+@pytest.mark.parametrize(("seed", "shape"), [(0, (3, 7)), (1, (1, 12))])
+def test_the_next_observation_of_a_terminated_step_may_be_absent(options, seed, shape):
+    td, critic = random_rollout(seed, shape=shape)
+    td["next", "done"][:, -1] = td["next", "terminated"][:, -1] = True
+    td["next", "truncated"] = torch.zeros(*shape, 1, dtype=torch.bool)
+    td["next", "terminated"] = td["next", "done"].clone()
+    gae = GAE(gamma=0.97, lmbda=0.9, value_network=critic, **options)
+    expected = gae(td.clone())
+    td["next", "observation"][td["next", "terminated"].squeeze(-1)] = float("nan")
+    out = gae(td.clone())
+    torch.testing.assert_close(out["advantage"], expected["advantage"])
+    assert out["next", "state_value"].isfinite().all()
+    td["next", "terminated"][:, -1] = False  # now a time-out, which bootstraps from it
+    with pytest.raises(ValueError, match=r"\('next', 'observation'\) holds nan at env 0, step"):
+        gae(td)
+
+
+def test_a_reward_without_the_dimension_of_the_agents_is_refused():
+    """With as many agents as steps and environments the shapes would fit by chance."""
+    td, _ = random_rollout(shape=(4, 4))
+    critic = TensorDictModule(lambda x: torch.randn(*x.shape[:2], 4, 1), ["observation"], ["state_value"])
+    with pytest.raises(RuntimeError, match="shape"):
+        GAE(gamma=0.97, lmbda=0.9, value_network=critic)(td)
