@@ -13,10 +13,11 @@ from torchrl.data import LazyMemmapStorage, LazyTensorStorage, TensorDictReplayB
 from torchrl.data.replay_buffers.writers import RoundRobinWriter
 from torchrl.envs import Transform
 
+from edenrl._files import disk_space
 from edenrl.collectors.episode_ends import EpisodeEnds, key_name, named_key
 from edenrl.collectors.n_step import differs, n_step_windows
 from edenrl.collectors.reward_normalizer import RewardNormalizer
-from edenrl.collectors.storage_space import free_bytes, own_folder, unannounced
+from edenrl.collectors.storage_space import free_bytes, own_folder, reserve, unannounced
 from edenrl.modules import refuse_nonfinite, several_processes
 
 __all__ = ["NStepReplayBuffer"]
@@ -249,6 +250,9 @@ class NStepReplayBuffer(TensorDictReplayBuffer):
             )
         with unannounced():
             self._storage._init(stored[0])
+        if self.memmap is not None:
+            with disk_space(Path(self.memmap), "the replay buffer", needed):
+                reserve(Path(self._storage.scratch_dir))
 
     @property
     def samplable(self) -> int:
@@ -395,7 +399,9 @@ class NStepReplayBuffer(TensorDictReplayBuffer):
     def dumps(self, path: str | Path) -> None:
         """Writes ``state_dict`` into the folder ``path``."""
         Path(path).mkdir(parents=True, exist_ok=True)
-        torch.save(self.state_dict(), Path(path) / "replay.pt")
+        # Through Python's file: torch's own says nothing of a full disk.
+        with open(Path(path) / "replay.pt", "wb") as file:
+            torch.save(self.state_dict(), file)
 
     def loads(self, path: str | Path) -> None:
         """Restores what ``dumps`` wrote."""

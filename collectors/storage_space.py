@@ -16,7 +16,7 @@ from torchrl._utils import logger as torchrl_logger
 
 from edenrl.modules import several_processes
 
-__all__ = ["free_bytes", "own_folder", "unannounced"]
+__all__ = ["free_bytes", "own_folder", "reserve", "unannounced"]
 
 
 def free_bytes(device: torch.device, folder: str | Path | None) -> int | None:
@@ -60,6 +60,23 @@ def _group_free_bytes(proc: Path = Path("/proc/self/cgroup"), root: Path = Path(
         except (OSError, ValueError):
             continue
     return out
+
+
+def reserve(folder: Path) -> None:
+    """Takes the disk space of all files in a folder now.
+
+    A new file of a memory map takes its space only when it is written. A disk that is full by then kills the process
+    without a message (SIGBUS).
+
+    Raises:
+        OSError: there is not enough space.
+    """
+    if not hasattr(os, "posix_fallocate"):  # macOS, Windows
+        return
+    for path in folder.rglob("*"):
+        if path.is_file() and (size := path.stat().st_size):
+            with open(path, "r+b") as file:
+                os.posix_fallocate(file.fileno(), 0, size)
 
 
 def own_folder(owner: object, parent: Path) -> Path:

@@ -1,12 +1,19 @@
-"""Files that are replaced in one step, and files of others."""
+"""Files that are replaced in one step, disks that are full, and files of others."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
+import shutil
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["about_rsl_rl", "write_atomic"]
+__all__ = ["DiskFullError", "about_rsl_rl", "disk_space", "format_bytes", "write_atomic"]
+
+# Windows has no quotas of this kind.
+_NO_SPACE = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))
 
 # What the runners of rsl_rl save: the first until its version 4, the second since.
 _RSL_RL_KEYS = (b"model_state_dict", b"actor_state_dict")
@@ -20,6 +27,66 @@ def write_atomic(path: Path, text: str) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+class DiskFullError(OSError):
+    """There is not enough disk space for what is to be written."""
+
+
+@contextlib.contextmanager
+def disk_space(folder: Path, what: str, needed: int = 0, advice: str = "Free some space.") -> Iterator[None]:
+    """Refuses to begin writing where the space does not suffice, and explains it when the space runs out on the way.
+
+    Args:
+        folder: where the files go; it need not exist yet.
+        what: what is written, for the message, such as "the checkpoint".
+        needed: bytes that will be written at least. Default: unknown.
+        advice: last part of the message.
+
+    Raises:
+        DiskFullError: with the folder, the bytes needed and the bytes free.
+    """
+    there = next(path for path in [folder, *folder.resolve().parents] if path.exists())
+
+    def full() -> DiskFullError:
+        size = f" needs {format_bytes(needed)}," if needed else " could not be written,"
+        free = format_bytes(shutil.disk_usage(there).free)
+        return DiskFullError(f"The disk of {folder} is full: {what}{size} {free} are free. {advice}")
+
+    usage = shutil.disk_usage(there)
+    if usage.total and needed > usage.free:  # some network drives report no size at all
+        raise full()
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, DiskFullError) or not _is_disk_full(error):
+            raise
+        raise full() from error
+
+
+def _is_disk_full(error: BaseException | None) -> bool:
+    """Whether a missing block or a quota is the reason; torch raises errors of its own while it handles that one."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _NO_SPACE:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def format_bytes(number: float) -> str:
+    """Bytes for people.
+
+    Examples:
+        >>> format_bytes(512), format_bytes(3_500_000)
+        ('512 bytes', '3.5 MB')
+    """
+    if number < 1000:
+        return f"{int(number)} bytes"
+    for unit in ("kB", "MB", "GB"):
+        number /= 1000
+        if number < 1000:
+            return f"{number:.1f} {unit}"
+    return f"{number / 1000:.1f} TB"
 
 
 def about_rsl_rl(path: str | Path) -> str | None:

@@ -54,13 +54,16 @@ PAGES = sorted(page for page in (ROOT / "docs" / "pages").rglob("*.md") if block
 def test_the_python_blocks_of_a_page_run_as_pasted(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """One after the other, as a reader pastes them into one session.
 
-    A block that cannot run everywhere says why in its first line: ``# pip install PACKAGE``, a package that need not be
-    here.
+    The first line of a block may say what is special about it: ``# pip install PACKAGE``, a package that need not be
+    here, or ``# NAME.py``, a file that the reader saves.
     """
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
     scope: dict[str, object] = {"__name__": "page"}
     for number, sample in enumerate(blocks(page, "python"), 1):
+        if (name := sample.splitlines()[0].removeprefix("# ")).endswith(".py"):
+            (tmp_path / name).write_text(sample)
         try:
             exec(compile(sample, f"{page.name}, block {number}", "exec"), scope)
         except ImportError:

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import nn
-from torchrl.checkpoint import Checkpoint, CheckpointError, CheckpointRotation, StateDictCheckpointAdapter
+from torchrl.checkpoint import Checkpoint, CheckpointError, CheckpointRotation
 from torchrl.envs import EnvBase
 
-from edenrl._files import about_rsl_rl
+from edenrl import distributed
+from edenrl._files import about_rsl_rl, disk_space
+from edenrl.training.checkpoint_files import (
+    DamagedCheckpointError,
+    SealedCheckpoint,
+    StateDictFile,
+    check_checkpoint,
+    folder_bytes,
+)
 from edenrl.training.observations import changed_observations, describe_observations
 
 __all__ = ["Checkpoints", "has_checkpoint", "load_policy_weights", "load_weights", "require_run"]
@@ -25,6 +35,51 @@ class _Rotation(CheckpointRotation):
         if self.keep_best is not None and self.keep_best[0] in metadata:
             super()._validate_metric(metadata)
 
+    def all_paths(self) -> list[Path]:
+        """Every folder that is named as a checkpoint, damaged ones too; the newest comes first."""
+        found = self.directory.glob(f"{self.prefix}-*") if self.directory.is_dir() else []
+        steps = {path: path.name.removeprefix(f"{self.prefix}-") for path in found}
+        return sorted((path for path, step in steps.items() if step.isdigit()), key=lambda p: -int(steps[p]))
+
+    def intact(self) -> list[str]:
+        """Names of the checkpoints whose files are as they were written."""
+        return [path.name for path in self.all_paths() if _damage(path) is None]
+
+
+def _damage(path: Path) -> DamagedCheckpointError | None:
+    try:
+        check_checkpoint(path)
+    except DamagedCheckpointError as error:
+        return error
+    return None
+
+
+def _best(rotation: _Rotation) -> Path | None:
+    """The best checkpoint of a run (the newest if none was evaluated), of those whose manifests can be read."""
+    newest = rotation.latest()
+    if newest is None:
+        return None
+    unread = set(rotation.all_paths()) - set(rotation.checkpoints())
+    if unread:
+        warnings.warn(f"{_damage(min(unread))} The best of the other checkpoints is used.", stacklevel=4)
+    # Runs of the first versions do not say what "best" means; it was this.
+    metric, mode = Checkpoint.manifest(newest)["metadata"].get("best", ("return_mean", "max"))
+    return _Rotation(rotation.directory, keep_last=1, keep_best=(metric, mode)).best() or newest
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Adds the folder to errors about checkpoints that have no checksums, whose files may be damaged."""
+    try:
+        yield
+    except CheckpointError as error:
+        if Checkpoint.manifest(path)["metadata"].get("sealed"):
+            raise
+        raise CheckpointError(
+            f"{path} cannot be loaded: {error} It was saved without checksums, so its files may be damaged. To use an "
+            "older checkpoint of the run, move this one away."
+        ) from error
+
 
 def _layout(components: Mapping[str, Any]) -> dict[str, dict[str, list[int]]]:
     """Shape of every tensor of every network."""
@@ -33,6 +88,12 @@ def _layout(components: Mapping[str, Any]) -> dict[str, dict[str, list[int]]]:
         for name, component in components.items()
         if isinstance(component, nn.Module)
     }
+
+
+def _network_bytes(components: Mapping[str, Any]) -> int:
+    """Bytes of the networks and of what their optimizers remember."""
+    states = [c.state_dict() for c in components.values() if isinstance(c, (nn.Module, torch.optim.Optimizer))]
+    return sum(leaf.nbytes for leaf in torch.utils._pytree.tree_leaves(states) if torch.is_tensor(leaf))
 
 
 def _first_difference(saved: Mapping[str, Any], current: Mapping[str, Any]) -> str | None:
@@ -51,7 +112,8 @@ class Checkpoints:
     """The ``checkpoints/`` folder of a run: TorchRL checkpoints, the last few and the best.
 
     Saving is atomic: a checkpoint appears under its name only when complete, so a run killed at any instant keeps the
-    previous one. Parameters that are not finite are refused, the good checkpoint stays.
+    previous one. Parameters that are not finite are refused, and so is a disk without enough space; the good checkpoint
+    stays. The manifest holds the size and the checksum of every file, and loading compares them.
 
     Args:
         directory: folder, created when first saved to.
@@ -84,14 +146,19 @@ class Checkpoints:
         self.components, self.algorithm, self.best_metric = dict(components), algorithm, best_metric
         self.best_mode = best_mode
         self.rotation = _Rotation(directory, keep_last=keep_last, keep_best=(best_metric, best_mode))
-        self._checkpoint = Checkpoint()
+        self._checkpoint = SealedCheckpoint()
         for name, component in self.components.items():
             # One file a component and no pickle; the default writes a file per tensor.
-            adapter = None if hasattr(component, "dump") else StateDictCheckpointAdapter("consolidated")
+            adapter = None if hasattr(component, "dump") else StateDictFile()
             self._checkpoint.register(name, component, adapter=adapter)
 
     def save(self, step: int, **metadata: Any) -> Path:
-        """Saves all components at ``step`` with JSON metadata and returns the checkpoint's path."""
+        """Saves all components at ``step`` with JSON metadata and returns the checkpoint's path.
+
+        Raises:
+            FloatingPointError: a parameter is not finite.
+            DiskFullError: the disk has not enough space. Nothing was saved, older checkpoints stay.
+        """
         for name, component in self.components.items():
             if isinstance(component, nn.Module):
                 for key, value in component.state_dict().items():
@@ -103,19 +170,25 @@ class Checkpoints:
         # What "best" means travels along: a reader of the folder has no configuration.
         own = {"algorithm": self.algorithm, "layout": _layout(self.components), "step": step}
         own["best"] = [self.best_metric, self.best_mode]
-        return self.rotation.save(self._checkpoint, step=step, metadata={**metadata, **own})
+        newest = self.latest()
+        # At least: a replay buffer grows from one checkpoint to the next.
+        needed = _network_bytes(self.components) if newest is None else folder_bytes(newest)
+        stays = "No checkpoint was saved yet." if newest is None else f"{newest} is complete and stays."
+        with disk_space(self.rotation.directory, "the checkpoint", needed, f"{stays} Free some space, then continue."):
+            return self.rotation.save(self._checkpoint, step=step, metadata={**metadata, **own})
 
     def load(self, path: str | Path | None = None) -> dict[str, Any]:
-        """Restores the newest checkpoint, or the one at ``path``, and returns its metadata.
+        """Restores the newest checkpoint that is intact, or the one at ``path``, and returns its metadata.
+
+        A newer one whose files are damaged is named in a warning.
 
         Raises:
             CheckpointError: if it belongs to another algorithm or architecture (naming the first difference, before
                 anything is changed), or if a component is missing.
+            DamagedCheckpointError: if a file is missing or is not as it was written, naming the file.
         """
-        path = self.latest() if path is None else Path(path)
-        if path is None:
-            raise FileNotFoundError(f"No checkpoint in {self.rotation.directory}.")
-        metadata = Checkpoint.manifest(path)["metadata"]
+        path = self._newest_intact() if path is None else Path(path)
+        metadata = check_checkpoint(path)["metadata"]
         if metadata.get("algorithm") != self.algorithm:
             raise CheckpointError(
                 f"{path} was saved by {metadata.get('algorithm')!r}, this run is {self.algorithm!r}. Resume it "
@@ -128,8 +201,26 @@ class Checkpoints:
             )
         networks = [component for component in self.components.values() if isinstance(component, nn.Module)]
         device = next((parameter.device for network in networks for parameter in network.parameters()), None)
-        self._checkpoint.load(path, map_location=device)
+        with _named(path):
+            self._checkpoint.load(path, map_location=device)
         return metadata
+
+    def _newest_intact(self) -> Path:
+        paths = self.rotation.all_paths()
+        if not paths:
+            raise FileNotFoundError(f"No checkpoint in {self.rotation.directory}.")
+        found: list[str] = []
+        for path in paths:
+            damage = _damage(path)
+            if damage is None:
+                if found and distributed.rank() == 0:
+                    warnings.warn(f"{' '.join(found)} Continuing from {path}, the newest intact one.", stacklevel=3)
+                return path
+            found.append(str(damage))
+        raise DamagedCheckpointError(
+            f"{' '.join(found)} {self.rotation.directory} holds no intact checkpoint: put an intact copy back, or "
+            "start a new run."
+        )
 
     def latest(self) -> Path | None:
         """The newest complete checkpoint, or ``None``."""
@@ -147,13 +238,13 @@ class Checkpoints:
 
 
 def has_checkpoint(run_dir: str | Path) -> bool:
-    """Whether a run directory holds a complete checkpoint.
+    """Whether a run directory holds a checkpoint, be it damaged.
 
     Examples:
         >>> has_checkpoint("no-such-run")
         False
     """
-    return _Rotation(Path(run_dir) / "checkpoints", keep_last=1).latest() is not None
+    return bool(_Rotation(Path(run_dir) / "checkpoints", keep_last=1).all_paths())
 
 
 def require_run(run_dir: str | Path) -> None:
@@ -215,16 +306,17 @@ def load_weights(
         FileNotFoundError: for what is no run, a run without checkpoints, or without the one that was named (listing
             what there is).
         CheckpointError: for another architecture, naming the first difference.
+        DamagedCheckpointError: if a file is missing or is not as it was written, naming it and the intact checkpoints.
     """
     rotation = _Rotation(Path(run_dir) / "checkpoints", keep_last=1)
     if which in ("best", "latest"):
-        path = rotation.latest()
-        if which == "best" and path is not None:
-            metric, mode = Checkpoint.manifest(path)["metadata"]["best"]
-            path = _Rotation(rotation.directory, keep_last=1, keep_best=(metric, mode)).best() or path
+        path = next(iter(rotation.all_paths()), None)
+        if which == "best":
+            path = _best(rotation) or path
     else:
         given = Path(which).expanduser()
-        path = next((p for p in (given, rotation.directory / given) if Checkpoint.is_checkpoint(p)), None)
+        places = (given, rotation.directory / given)
+        path = next((p for p in places if Checkpoint.is_checkpoint(p) or p in rotation.all_paths()), None)
         if path is None:
             if about := about_rsl_rl(given):
                 raise FileNotFoundError(about)
@@ -236,12 +328,17 @@ def load_weights(
     if path is None:
         require_run(run_dir)
         raise FileNotFoundError(f"{run_dir} has no checkpoint yet: the run was stopped before its first one.")
-    saved = Checkpoint.manifest(path)["metadata"]["layout"]
+    try:
+        saved = check_checkpoint(path, networks)["metadata"]["layout"]
+    except DamagedCheckpointError as error:
+        intact = ", ".join(rotation.intact())
+        raise DamagedCheckpointError(f"{error} Intact are: {intact or 'none'}. Give one of these instead.") from None
     if difference := _first_difference(saved, _layout(networks)):
         changed = "" if env is None else changed_observations(path.parent.parent, describe_observations(env))
         raise CheckpointError(
             f"{path} does not fit this {' and '.join(networks)}: {difference}.{changed} Nothing was loaded."
         )
     device = next(next(iter(networks.values())).parameters()).device
-    Checkpoint(**networks).load(path, map_location=device)
+    with _named(path):
+        Checkpoint(**networks).load(path, map_location=device)
     return path

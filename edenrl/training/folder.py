@@ -14,9 +14,10 @@ from torch import nn
 from torchrl.checkpoint import Checkpoint, GlobalRNGState
 
 from edenrl import distributed
+from edenrl._files import disk_space
 from edenrl.config import RunConfig, load_config, refuse_changes, save_config
 from edenrl.optim import GradientStep
-from edenrl.training.checkpoint import Checkpoints
+from edenrl.training.checkpoint import Checkpoints, has_checkpoint
 from edenrl.training.lock import DirectoryLock
 from edenrl.training.loggers import RunLogger
 from edenrl.training.progress import Progress
@@ -61,6 +62,15 @@ class _Silent:
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *args, **kwargs: None
+
+
+def _is_sound(state: Any) -> bool:
+    """Whether no tensor in a state is NaN. Infinity may stand for a bound or for a best score so far."""
+    if torch.is_tensor(state):
+        return not bool(state.isnan().any())
+    if isinstance(state, Mapping):
+        return all(map(_is_sound, state.values()))
+    return not isinstance(state, (list, tuple)) or all(map(_is_sound, state))
 
 
 class RunFolder:
@@ -152,7 +162,7 @@ class RunFolder:
         """Loads the newest checkpoint of a resumed run; returns whether there was one."""
         if self._leads:
             self.checkpoints.sweep()
-        resumed: bool = distributed.from_first(self.cfg.resume is not None and self.checkpoints.latest() is not None)
+        resumed: bool = distributed.from_first(self.cfg.resume is not None and has_checkpoint(self.dir))
         if resumed:
             self.checkpoints.load()
         return resumed
@@ -171,7 +181,8 @@ class RunFolder:
         cfg = self.cfg
         # Where the run lies is not part of it: the file must fit a moved run, and a new run that starts from it.
         once: dict[str, Any] = {"resume": None, "run_dir": None, "resume_schedule": "restore"}
-        save_config(cfg.model_copy(update=once), self.dir / "config.json")
+        with disk_space(self.dir, "config.json"):
+            save_config(cfg.model_copy(update=once), self.dir / "config.json")
         for report in self.dir.glob("error*.txt"):
             report.unlink()
         self._logger = RunLogger(
@@ -192,7 +203,19 @@ class RunFolder:
 
     def write(self, iteration: int, row: Mapping[str, float]) -> None:
         """Adds a row to ``metrics.csv`` and the other logger."""
-        self._logger.write(iteration, row)
+        with disk_space(self.dir, "metrics.csv"):
+            self._logger.write(iteration, row)
+
+    def rescue(self, iteration: int, frames: int) -> None:
+        """Saves a run that an error ends, if its state is sound; otherwise says why not. Never raises."""
+        try:
+            for name, component in self._own.items():
+                if not _is_sound(component.state_dict()):
+                    raise FloatingPointError(f"the state of {name!r} holds NaN.")
+            self.save(iteration, frames, None)
+            self.say(f"Saved the state after iteration {iteration} in {self.checkpoints.latest()}.")
+        except Exception as problem:  # the error that ends the run is the one to report
+            self.say(f"The iterations since the last checkpoint are not saved: {problem}")
 
     def show(self, done: int, row: Mapping[str, float]) -> None:
         """Updates the progress line and ``progress.json``."""
@@ -233,7 +256,13 @@ class RunFolder:
             where: how far it had come, such as "iteration 3 of 10".
         """
         self._progress.close(state)
-        self._logger.close()
-        if error is not None:
-            save_error(error, self.dir, where)
-        self._lock.release()
+        try:
+            with disk_space(self.dir, "metrics.csv"):
+                self._logger.close()
+        except Exception:
+            if error is None:  # of two errors the first is the one to report
+                raise
+        finally:
+            if error is not None:
+                save_error(error, self.dir, where)
+            self._lock.release()

@@ -151,18 +151,27 @@ class Progress:
             "elapsed_seconds": round(time.monotonic() - self._began, 1),
             "metrics": self.last,
         }
+        text = json.dumps(content, indent=2) + "\n"
         try:
-            write_atomic(self.path, json.dumps(content, indent=2) + "\n")
+            write_atomic(self.path, text)
         except OSError as error:
             if not self._failed:
                 _log.warning("%s could not be written (%s); training goes on.", self.path, error)
             self._failed = True
+            _overwrite(self.path, text)
 
     def close(self, state: str) -> None:
         """Ends the bar and leaves the final state on disk."""
         if self.bar is not None:
             self._on_bar(lambda bar: bar.close())
         self.write(state)
+
+
+def _overwrite(path: Path, text: str) -> None:
+    """Writes over a file, if there is one: on a full disk its own blocks still take a text of about the same length."""
+    with contextlib.suppress(OSError), open(path, "r+b") as file:
+        file.write(text.encode())
+        file.truncate()
 
 
 def _duration(seconds: float) -> str:

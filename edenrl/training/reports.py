@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 from torchrl.checkpoint import CheckpointError
 
 from edenrl import distributed
+from edenrl._files import write_atomic
+from edenrl.training.checkpoint import has_checkpoint
 
 if TYPE_CHECKING:
     from edenrl.training.run import Run
@@ -77,10 +79,13 @@ def save_error(error: BaseException, run_dir: Path, where: str) -> None:
     rank = distributed.rank()
     path = run_dir / ("error.txt" if rank == 0 else f"error-{rank}.txt")
     lines = traceback.format_exception(type(error), error, error.__traceback__)
+    report = where.partition(" of ")[0]
     with contextlib.suppress(OSError):  # a full disk must not hide the error
-        path.write_text(f"{where.capitalize()}\n{''.join(lines)}", encoding="utf-8")
-        reached = where.partition(" of ")[0]
-        vars(error)["edenrl_report"] = f"{reached}; the full traceback is in {path}"
+        write_atomic(path, f"{where.capitalize()}\n{''.join(lines)}")
+        report += f"; the full traceback is in {path}"
+    if has_checkpoint(run_dir):
+        report += f"; continue with {_resume_command(run_dir)}"
+    vars(error)["edenrl_report"] = report
 
 
 def run_script(main: Callable[[], Any]) -> None:

@@ -14,6 +14,7 @@ from torchrl.checkpoint import CheckpointError
 from torchrl.envs import EnvBase, TransformedEnv
 
 from edenrl import distributed
+from edenrl._files import DiskFullError, disk_space
 from edenrl.config import RunConfig
 from edenrl.envs import action_box, wrap_env
 from edenrl.optim import GradientStep
@@ -242,6 +243,7 @@ class Run:
         self.folder.acquire()
         try:
             resumed = self._restore()
+            self._saved = self.iteration
             self._began = time.monotonic()
             distributed.broadcast_modules([c for c in self._components.values() if isinstance(c, nn.Module)])
             total, done = (n * self.frames_per_iteration for n in (self.iterations, self.iteration))
@@ -344,22 +346,31 @@ class Run:
         last = self.iteration == self.iterations
         evaluated = self._evaluate is not None and (last or self.iteration % self.evaluation_interval == 0)
         due = last or evaluated or self.iteration % self.interval == 0
+        frames = self.iteration * self.frames_per_iteration
         if evaluated and self._evaluate is not None and self.leads:
-            self.evaluation = self._evaluate()
-            if self._extra_evaluation is not None:
-                self.evaluation |= self._extra_evaluation()
+            try:
+                self.evaluation = self._evaluate()
+                if self._extra_evaluation is not None:
+                    self.evaluation |= self._extra_evaluation()
+            except Exception:
+                self._write(row)  # the iteration itself is done
+                raise
             row |= {f"eval/{name}": value for name, value in self.evaluation.items()}
         self._stop.check_launcher()
         # One exchange for the metrics and for the decision to stop, which all processes must take together.
         everyone = distributed.exchange((row, self._stop.reason))
         self._ending = any(reason is not None for _, reason in everyone)
         row = distributed.average_rows([row for row, _ in everyone])
-        frames = self.iteration * self.frames_per_iteration
         # The row is written before the checkpoint: a crash between the two is mended by dropping rows on resume.
-        self.folder.write(self.iteration - 1, {"frames": frames, "seconds": round(self.seconds, 2), **row})
+        self._write(row)
         if due or self._ending:
             self.folder.save(self.iteration, frames, self.evaluation if evaluated else None)
+            self._saved = self.iteration
         self.folder.show(frames, row)
+
+    def _write(self, row: Mapping[str, float]) -> None:
+        frames = self.iteration * self.frames_per_iteration
+        self.folder.write(self.iteration - 1, {"frames": frames, "seconds": round(self.seconds, 2), **row})
 
     def _evaluate_policy(self) -> dict[str, float]:
         return evaluate_run(self.cfg, self._components["policy"], self.device)
@@ -368,6 +379,8 @@ class Run:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._begun:
+            if isinstance(error, Exception):
+                self._rescue(error)
             self._close(error)
         self._shut_collectors_down(error)
         if not self._begun or error is not None:
@@ -379,13 +392,24 @@ class Run:
         if self._ending and self.remaining:
             raise SystemExit(130)
 
+    def _rescue(self, error: Exception) -> None:
+        """Saves what was trained since the last checkpoint before an error ends the run."""
+        # The other processes do not take part: each of them may be anywhere in its iteration.
+        if isinstance(error, DiskFullError) or distributed.world_size() > 1 or self.iteration == self._saved:
+            return
+        workers = [worker for component in self._components.values() for worker in getattr(component, "procs", ())]
+        # The dead give no state. A closed worker was ended by TorchRL, and cannot be asked whether it lives.
+        if not any(worker._closed or not worker.is_alive() for worker in workers):
+            self.folder.rescue(self.iteration, self.iteration * self.frames_per_iteration)
+
     def _close(self, error: BaseException | None) -> None:
         # The end has been asked for; what torchrun passes on late must not disturb it.
         self._stop.release_signals(ignore=distributed.world_size() > 1 and self._ending)
         complete = error is None and not self.remaining
         try:
             if complete and self.cfg.export and self.leads:
-                self.exported = export_run(self.cfg, self._components["policy"], self.dir)
+                with disk_space(self.dir, "the exported policy"):
+                    self.exported = export_run(self.cfg, self._components["policy"], self.dir)
         except Exception as failure:
             error = failure
             raise

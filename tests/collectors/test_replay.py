@@ -1,7 +1,9 @@
 """The n-step replay against lists, against the published buffer, and at every edge: ends, wrap-around, files."""
 
 import copy
+import errno
 import gc
+import os
 import re
 import subprocess
 import sys
@@ -17,6 +19,7 @@ from torchrl.data import LazyTensorStorage, OneHot, TensorDictReplayBuffer
 from torchrl.modules import QValueActor
 from torchrl.objectives import DQNLoss
 
+from edenrl._files import DiskFullError
 from edenrl.collectors import NStepReplayBuffer, RewardNormalizer, replay, storage_space
 from edenrl.training.checkpoint import Checkpoints
 
@@ -365,6 +368,23 @@ def test_saved_without_data_it_starts_empty():
     assert len(buffer) == 0 and not buffer.can_sample()
     buffer.extend(stream(3, 10))
     assert len(buffer) == 30
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="this system cannot reserve disk space")
+@pytest.mark.parametrize("size", [9_000, 70_000])
+def test_a_buffer_on_disk_takes_its_space_at_once(tmp_path, monkeypatch, size):
+    """A file of a memory map that has no blocks yet kills the process when the disk is full by then."""
+    buffer = NStepReplayBuffer(size, n_steps=3, memmap=tmp_path / "data")
+    buffer.extend(stream(3, 4))
+    files = list((tmp_path / "data").rglob("*.memmap"))
+    assert files and all(file.stat().st_blocks * 512 >= file.stat().st_size for file in files)
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(DiskFullError, match=r"The disk of .*other is full: the replay buffer needs .* are free"):
+        NStepReplayBuffer(size, n_steps=3, memmap=tmp_path / "other").extend(stream(3, 4))
 
 
 def test_memmap_holds_the_same(tmp_path):

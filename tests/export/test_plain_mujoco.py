@@ -84,7 +84,7 @@ def random_policy(env, group, seed):
     return policy.eval()
 
 
-@pytest.mark.parametrize(("group", "frames", "seed"), [("policy", 1, 3), ("policy", 1, 11), ("history", 4, 5)])
+@pytest.mark.parametrize(("group", "frames", "seed"), [("policy", 1, 5), ("policy", 1, 11), ("history", 4, 5)])
 def test_plain_mujoco_moves_as_the_environment(tmp_path, group, frames, seed):
     options = dict(groups=[group], history_length=frames, num_threads=1)
     policy = random_policy(Quadruped(1, **options), group, seed)
