@@ -37,6 +37,6 @@ def load_motion(path: str | Path | None, env_name: str, num_frames: int = 5, **o
 
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "trot.npz"
-        # Without a clip of standing: a robot that is commanded to stand closes its gate, and the prior is silent.
+        # Without a clip of standing: while the command is to stand, amp_gate is 0 and no style reward is given.
         save_trot_clips(file, standing=False)
         return MotionDataset(file, num_frames, **options)

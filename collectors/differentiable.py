@@ -69,7 +69,7 @@ class AdjointClip:
         return bounded.reshape(gradient.shape)
 
     def _count(self, measured: Tensor, norm: Tensor) -> None:
-        """Adds the rows, those with a finite norm, those clipped and the norms; keeps the largest norm."""
+        """Counts rows, rows with a finite norm and clipped rows, sums the norms, and tracks the largest norm."""
         sums = [torch.ones_like(norm), measured, norm > self.max_norm, norm]
         counts = torch.stack([*(value.sum(dtype=norm.dtype) for value in sums), norm.max()]).detach()
         if self._counts is not None:
@@ -104,8 +104,8 @@ class DifferentiableCollector:
     - resets finished rows by TorchRL's partial reset, so that no gradient enters a finished episode;
     - writes ``elapsed`` ``[*env.batch_size, T, 1]``, the steps since the row's episode or the current update began,
       whichever was later. It is the exponent of the discount and goes on from segment to segment of one update;
-    - detaches a segment in place, and the simulator with it, when the next one or the end of the update is asked for.
-      So run ``backward`` inside the loop body. Segments may be kept: what is left of them is plain data;
+    - detaches the segment in place, and the simulator, when the loop asks for the next segment or ends. Run
+      ``backward`` inside the loop body. You may keep segments; afterwards they are plain data without a graph;
     - asks an environment with ``prepare_rollout`` (see ``ScheduledEnv``) how long each rollout is, and writes
       ``objective_scale`` ``[*env.batch_size, T, 1]``.
 
@@ -191,7 +191,7 @@ class DifferentiableCollector:
         for _ in range(segments):
             data = self._collect()
             yield data
-            # Backward has run: neither the data, wherever it is kept, nor the simulator may hold on to the graph.
+            # Backward has run. Neither the data nor the simulator may keep the autograd graph alive.
             data.update(data.detach())
             self._simulator.detach_state()
 
@@ -202,16 +202,16 @@ class DifferentiableCollector:
                 "missing. Collect outside of it."
             )
         self._begin()
-        steps, number = [], self.plan.num_steps
+        steps: list[TensorDictBase] = []
         with set_exploration_type(self.exploration_type), recorded_metrics(self.env) as metrics:
-            for _ in range(number):
+            for _ in range(self.plan.num_steps):
                 stepped, self._root = self.env.step_and_maybe_reset(self._act(self._root))
                 steps.append(stepped.set("elapsed", self._elapsed))
                 self._elapsed = (self._elapsed + 1) * ~stepped["next", "done"]
-        # From here on only the data holds the graph, and the simulator until backward has run.
+        # The graph stays alive only in the data, and in the simulator until update() detaches it after backward.
         self._root = self._root.detach()
         self.rollouts += 1
-        self.frames += number * self.env.batch_size.numel()
+        self.frames += self.plan.num_steps * self.env.batch_size.numel()
         data = add_metrics(TensorDict.stack(steps, self.env.batch_dims), metrics)
         data.names = [*[None] * self.env.batch_dims, "time"]
         self._require_graph(data)

@@ -89,7 +89,7 @@ class DepthDistillationCollector:
         _check_steps(steps, interval, num_pretrain_iters)
         if {id(p) for p in teacher.parameters()} & {id(p) for p in student.parameters()}:
             raise ValueError(
-                "Teacher and student share parameters: the labels would change with what they teach. DepthStudent "
+                "Teacher and student share parameters: training the student would change the labels. DepthStudent "
                 "copies the actor it is given; give the teacher's policy the original."
             )
         self.env, self.teacher, self.student = env, teacher, student
@@ -113,7 +113,7 @@ class DepthDistillationCollector:
         while True:
             data = self._collect()
             yield data
-            # Backward has run: neither the data, wherever it is kept, nor this generator may hold on to the graph.
+            # Backward has run. Neither the data nor this generator may keep the autograd graph alive.
             data.update(data.detach())
 
     @torch.no_grad()
@@ -125,8 +125,9 @@ class DepthDistillationCollector:
     def _collect(self) -> TensorDictBase:
         net = self.student.module
         slots = net.encoder.yaw_slots
-        hidden, latent, yaw = self._hidden, *net.start(len(self._hidden))[1:]
-        taught = self.iterations < self.num_pretrain_iters
+        hidden = self._hidden
+        _, latent, yaw = net.start(len(hidden))
+        teacher_drives = self.iterations < self.num_pretrain_iters
         steps = []
         for t in range(self.steps):
             prop, history, gate, depth = (self._root.get(key) for key in self._keys)
@@ -134,7 +135,7 @@ class DepthDistillationCollector:
             if new:
                 latent, yaw, hidden = net.encoder(depth, prop, hidden)
             label, own = self._label(), net.act(prop, history, gate, latent, yaw)
-            action = label if taught else own.detach()
+            action = label if teacher_drives else own.detach()
             stepped, self._root = self.env.step_and_maybe_reset(self._root.set("action", action))
             entries = {
                 "teacher_action": label,
@@ -149,7 +150,7 @@ class DepthDistillationCollector:
             # A new episode remembers nothing, and no gradient enters the finished one.
             ended = stepped["next", "done"]
             hidden, latent, yaw = (torch.where(ended, 0.0, part) for part in (hidden, latent, yaw))
-        # From here on only the data holds the graph.
+        # From here on only the data keeps the autograd graph alive.
         self._hidden = hidden.detach()
         self.iterations += 1
         data = TensorDict.stack(steps, self.env.batch_dims)

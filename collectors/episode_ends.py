@@ -14,9 +14,9 @@ __all__ = ["EpisodeEnds", "key_name", "named_key"]
 class EpisodeEnds:
     """The last observations of episodes, in the order of the steps after which they were seen.
 
-    A step's position is its number since the beginning, environments fastest. The ends are a queue in one block of
-    memory: new ones are added behind, forgotten ones leave at the front. When the block is full, the queue moves to the
-    front of a block twice its size.
+    The position of a step is ``time * num_envs + environment``, with time counted since the first step. The
+    observations form a queue in one preallocated block: new ones are appended, old ones are removed at the front. When
+    the block is full, the queue is copied to a block of twice the size.
     """
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ __all__ = ["RepeatedNoise", "exploring_policy", "zeta_cdf", "zeta_length"]
 
 
 def zeta_cdf(exponent: float, longest: int) -> Tensor:
-    """Cumulative probabilities of the lengths 1..``longest``, whose own are proportional to ``k ** -exponent``.
+    """Cumulative probabilities of the lengths k = 1..``longest``, with P(k) proportional to ``k ** -exponent``.
 
     Examples:
         >>> [round(p, 4) for p in zeta_cdf(2.0, 3).tolist()]  # 36, 9 and 4 of 49
@@ -39,10 +39,10 @@ def zeta_length(cdf: Tensor, uniform: Tensor) -> Tensor:
 class RepeatedNoise(TensorDictModuleBase):
     """Actions ``tanh(loc + scale * noise)`` in a box, where each environment keeps its noise for several steps.
 
-    The number of steps follows a zeta law: mostly one, sometimes many, so that an arm moves instead of trembling. The
-    noise and the steps that it still lasts are carried like a recurrent state, under ``"noise"`` and ``"noise_steps"``.
-    So collectors restore them with the rest of a run, and every episode begins with new noise. Environments need the
-    primer that ``make_tensordict_primer`` returns; collectors add it themselves.
+    The number of steps follows a zeta law: mostly one, sometimes many, which gives correlated noise instead of jitter.
+    The noise and its remaining steps are a recurrent state, under ``"noise"`` and ``"noise_steps"``. Therefore
+    collectors save and restore them, and every episode begins with new noise. Environments need the primer that
+    ``make_tensordict_primer`` returns; collectors add it themselves.
 
     While ``uniform`` is set, actions are uniform in the box instead. That is for the steps before training begins.
 

@@ -44,9 +44,9 @@ def make_collector(
 ) -> BaseCollector:
     """Builds an on-policy collector that yields ``[N, T]`` for ever.
 
-    The N rows are in a fixed order, the workers' rows one after another. Workers act with the learner's parameters and
-    statistics as they are when a batch is asked for, draw from random states of their own, leave Ctrl-C to the learner
-    and end with it. ``state_dict`` continues them bit for bit where ``edenrl.collectors.Collector`` does.
+    The N rows are in a fixed order, the workers' rows one after another. Workers receive the learner's parameters and
+    statistics before each batch. Each worker has its own random state. Workers ignore Ctrl-C and end with the learner.
+    They resume bit for bit from ``state_dict`` under the same conditions as ``edenrl.collectors.Collector``.
 
     Args:
         env: the environment that "single" steps; otherwise unused.
@@ -55,7 +55,7 @@ def make_collector(
         kind: "single" (``Collector``), "multi_sync" (TorchRL's ``MultiSyncCollector``: processes of this machine) or
             "ray" (TorchRL's ``RayCollector``: actors of the cluster at ``RAY_ADDRESS``, or of one started for the run).
         worker_env: builds the environment of worker i, with N / num_workers rows and the seed of that worker. It must
-            be picklable, and for Ray not come from the script itself.
+            be picklable. For Ray it must be defined in an importable module, not in the script.
         num_workers: number of workers; it divides N.
         seed: worker i samples actions with ``seed + i``.
 
@@ -87,8 +87,8 @@ def make_collector(
     makers: list[Maker] = [partial(_seeded, worker_env, seed + worker, worker) for worker in workers]
     build = _multi_sync if kind == "multi_sync" else _ray
     collector = build(makers, policy, frames_per_batch)
-    # Also when the script ends by an error: otherwise Python and the workers would wait for each other. A second
-    # shutdown does nothing.
+    # If the script ends with an error, Python and the workers would wait for each other without this. Calling
+    # shutdown twice is harmless.
     atexit.register(collector.shutdown)
     return collector
 
@@ -103,7 +103,7 @@ def _seeded(worker_env: Callable[[int], EnvBase], seed: int, worker: int) -> Env
 
 def _ignore_signals() -> None:
     """Leaves signals to the learner, which answers them by ending its iteration."""
-    # A terminal or a job manager signals all processes of a group, so workers have a group of their own. SIGTERM keeps
+    # A terminal or a job manager signals all processes of a group, so workers are in another group. SIGTERM keeps
     # its meaning: TorchRL sends it to the other workers when one has failed.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(os, "setpgid"):
@@ -111,7 +111,7 @@ def _ignore_signals() -> None:
 
 
 class _Worker(Collector):
-    """A ``Collector`` in a process of its own: its random states are part of its state."""
+    """A ``Collector`` in a separate process: the random states of the process are part of its state."""
 
     def _recorded_metrics(self) -> AbstractContextManager[list[dict[str, Tensor]]]:
         # The memory that is shared with the learner has the entries of the specs only.
@@ -130,7 +130,7 @@ class _Worker(Collector):
 
 
 class _MultiSync(MultiSyncCollector):
-    """Says which worker failed, whatever TorchRL makes of it."""
+    """Adds to TorchRL's error which worker failed."""
 
     def iterator(self) -> Iterator[TensorDictBase]:
         try:

@@ -42,10 +42,9 @@ class MotionDataset:
       checked, signs are made to agree along a clip, and blends are brought back to unit norm;
     - ``weights`` ``[num_motions]``: how often each clip is drawn, relative to the others. Default: all alike.
 
-    A window of K frames is placed by its base b, a frame index that need not be a whole number. With one recorded frame
-    per step the frames of the window stand at ``b - (K - 2), ..., b, b + 1``, oldest first. Each is the linear blend of
-    its two recorded neighbours. ``sample`` takes a clip by its weight, then b uniformly among those whose window lies
-    within the clip.
+    The position of a window of K frames is its base b, a real-valued frame index. If a step is one recorded frame, the
+    window consists of frames ``b - (K - 2), ..., b, b + 1``, oldest first. Each is interpolated linearly between its
+    two recorded neighbours. ``sample`` draws a clip by its weight, then b uniformly over all windows inside the clip.
 
     Everything is checked when the file is read; ``match`` checks it against an environment. Pickled content is never
     loaded. Samples are drawn from the data set's own generator. ``state_dict`` holds the state of the generator and a
@@ -60,8 +59,8 @@ class MotionDataset:
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: not such a file, or a clip that cannot be used (missing, of another width or not a matrix of real
-            numbers, with NaN or infinity, shorter than K + 2 steps), naming file and clip.
+        ValueError: the file is not of this format, or a clip is missing, has another width, is no matrix of real
+            numbers, holds NaN or infinity, or is shorter than K + 2 steps. The message names file and clip.
 
     Source: Peng et al. 2021, "AMP", arXiv:2104.02180; windows as in the HUSKY humanoid skateboarding project.
 
@@ -143,9 +142,9 @@ class MotionDataset:
         """Checks the clips against what an environment publishes, and orders their columns as it does.
 
         The environment publishes ``window_key`` ``[N, K * f]`` and ``gate_key`` ``[N, 1]``. Two attributes of the
-        innermost environment are optional: ``amp_joint_names``, the names of the f entries of a frame, by which columns
-        are mapped when the file has names, too; and ``control_dt``, the seconds of a control step, which the frames of
-        a window must be apart.
+        innermost environment are optional. ``amp_joint_names`` names the f entries of a frame; if the file has names,
+        too, its columns are reordered to match. ``control_dt`` is the length of a control step in seconds; the frames
+        of a window must have this spacing.
 
         Args:
             env: the environment, transformed or not.

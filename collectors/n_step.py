@@ -20,11 +20,12 @@ def n_step_windows(
     """What happens in the windows that begin at given steps and end after ``n_steps``, or at the end of an episode.
 
     Args:
-        reward: rewards ``[size, 1]`` of all stored steps, environments fastest; it wraps around at its end.
+        reward: rewards ``[size, 1]`` of all stored steps in a ring buffer: the rows of all environments at one time
+            step, then those of the next time step.
         terminated: whether an episode terminated with the step, same layout.
         truncated: whether one was truncated, same layout.
         first: positions ``[batch]`` of the steps at which the windows begin.
-        num_envs: number of environments, by which the steps of one of them are apart.
+        num_envs: number of environments: the distance between consecutive steps of one environment.
         n_steps: steps of a window.
         gamma: discount of the rewards in a window.
 

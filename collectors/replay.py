@@ -29,10 +29,10 @@ class NStepReplayBuffer(TensorDictReplayBuffer):
     """TorchRL's replay buffer in about half the memory, sampling n-step transitions.
 
     ``extend`` takes what a collector yields, ``[N, T]`` in time order, the same N environments each time. The buffer
-    keeps observations, action, reward, ``terminated`` and ``truncated``. The observation after a step is not stored
-    twice: it is the one of the next step. Only at the ends of episodes it is kept apart. A step that the next one does
-    not continue, because a collector was reset in the middle of an episode, is found by comparing the two observations
-    and counts as truncated.
+    keeps observations, action, reward, ``terminated`` and ``truncated``. The next observation of a step is stored once,
+    as the observation of the following step. Only the last observations of episodes are stored separately. If the next
+    observation of a step differs from the observation of the following step, because the collector was reset in the
+    middle of an episode, the step counts as truncated.
 
     ``sample`` draws uniformly, with replacement, from all steps whose window of ``n_steps`` is complete. The window
     ends early at the end of an episode. A sample ``[batch_size]`` holds the observations and the action of its first
@@ -57,9 +57,9 @@ class NStepReplayBuffer(TensorDictReplayBuffer):
         kwargs: further options of TorchRL's class, such as ``prefetch`` or ``generator``.
 
     Raises:
-        ValueError: for a setting out of range, data that is not ``[N, T]`` or has another N, observations that
-            ``observation_dtype`` cannot hold, entries that are NaN, infinite or beyond 1e18,
-            or a buffer that the free memory (or disk) cannot, with the number of bytes, before it is allocated.
+        ValueError: for a setting out of range, data that is not ``[N, T]`` or has another N, observations that do not
+            fit ``observation_dtype``, entries that are NaN, infinite or beyond 1e18, or a buffer that does not fit the
+            free memory (or disk). The latter is checked before allocation; the message gives the number of bytes.
         RuntimeError: for sampling before a window is complete.
 
     Examples:
@@ -97,7 +97,7 @@ class NStepReplayBuffer(TensorDictReplayBuffer):
         if observation_dtype is not None and not observation_dtype.is_floating_point:
             raise ValueError(f"observation_dtype must be a floating-point type, got {observation_dtype}.")
         if memmap is not None and torch.device(device).type != "cpu":
-            raise ValueError(f"memmap keeps the data on disk; leave device={str(device)!r} out and move the samples.")
+            raise ValueError(f"memmap needs device 'cpu', got {str(device)!r}. Move the samples to the device instead.")
         self.n_steps, self.gamma, self.memmap, self.save_data = n_steps, gamma, memmap, save_data
         self.observations, self.action_key = [unravel_key(key) for key in observations], unravel_key(action_key)
         self.observation_dtype, self.device = observation_dtype, torch.device(device)
@@ -171,7 +171,7 @@ class NStepReplayBuffer(TensorDictReplayBuffer):
         """Does nothing: the stored TensorDict is this buffer's own, and nobody reads an index from it."""
 
     def add(self, data: TensorDictBase) -> int:
-        """Not supported: a single step has no row to belong to."""
+        """Not supported, because a single step does not say which environment it comes from."""
         raise TypeError("NStepReplayBuffer takes whole collector batches [N, T]: use extend.")
 
     def _stored_part(self, data: TensorDictBase) -> TensorDictBase:
@@ -216,7 +216,7 @@ class NStepReplayBuffer(TensorDictReplayBuffer):
             self._forget_episodes(rows)
 
     def _forget_episodes(self, rows: Tensor | slice) -> None:
-        """Starts new episodes in the transforms that follow them."""
+        """Tells the reward normalizer that new episodes start in these rows."""
         for part in self._transform.modules():
             if isinstance(part, RewardNormalizer):
                 part.returns[rows] = 0.0
@@ -245,8 +245,9 @@ class NStepReplayBuffer(TensorDictReplayBuffer):
             place = "disk space" if self.memmap is not None else f"memory on {self.device}"
             raise ValueError(
                 f"A replay buffer of {self._storage.max_size:,} steps needs {needed:,} bytes ({per_step:.0f} per "
-                f"step), free are {free:,} bytes of {place}. The largest that fits holds {int(free / per_step):,}; or "
-                "store observations in half the bytes with observation_dtype=torch.bfloat16, or on disk with memmap."
+                f"step), but {free:,} bytes of {place} are free. At most {int(free / per_step):,} steps fit. Lower "
+                "max_size, halve the observations with observation_dtype=torch.bfloat16, or store the buffer on disk "
+                "with memmap."
             )
         with unannounced():
             self._storage._init(stored[0])
@@ -280,7 +281,7 @@ class NStepReplayBuffer(TensorDictReplayBuffer):
                 f"{self.n_steps} to sample. Extend it first."
             )
         num_envs = len(self._last)
-        # Positions count the steps since the beginning, environments fastest. The newest n_steps rows begin no window.
+        # Position = time * num_envs + environment. The newest n_steps time steps have no complete window yet.
         drawn = torch.randint(count, (batch_size,), generator=self._rng, device=self.device)
         first = drawn + (self._written - self._rows()) * num_envs
         reward, terminated, truncated = (self._flat(key) for key in (_REWARD, _TERMINATED, _TRUNCATED))
@@ -296,7 +297,7 @@ class NStepReplayBuffer(TensorDictReplayBuffer):
         return data, {"index": torch.stack([place // num_envs, place % num_envs], -1)}
 
     def _flat(self, key: NestedKey) -> Tensor:
-        """A stored entry with time and environments as one dimension, environments fastest."""
+        """A stored entry with time and environment as one dimension: row = time * num_envs + environment."""
         value = self._storage._storage.get(key)
         return value.view(value.shape[0] * value.shape[1], *value.shape[2:])
 
@@ -324,9 +325,10 @@ class NStepReplayBuffer(TensorDictReplayBuffer):
             self._written, self._last, self._ends = 0, None, EpisodeEnds()
 
     def state_dict(self) -> dict[str, Any]:
-        """What is stored (with ``save_data``), as far as it is filled, and the transforms' state.
+        """The stored data (with ``save_data``) and the state of the transforms.
 
-        The data is copied into memory. With ``memmap`` it may not fit there: a single process returns the data on disk.
+        The data is copied into memory, except with ``memmap`` in a single process: it may not fit into memory, so the
+        tensors on disk are returned.
         """
         state: dict[str, Any] = {"transforms": dict(self._transform.state_dict()), "written": 0}
         if not self.save_data or self._last is None:

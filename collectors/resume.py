@@ -38,8 +38,8 @@ def load_env_state_dict(env: EnvBase, state: Mapping[str, Any], *, warn: bool = 
         warn: whether to log that episodes start anew, where they do.
 
     Returns:
-        Whether episodes go on where they were. They do not when the simulator saved no ``"_extra_state"``, or when it
-        says there that the state is not exact.
+        Whether the episodes continue. They start anew if the simulator saved no ``"_extra_state"``, or one that it
+        marks as not exact.
     """
     if isinstance(env, TransformedEnv):
         env.transform.load_state_dict(state["transforms"])

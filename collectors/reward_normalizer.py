@@ -1,4 +1,4 @@
-"""Rewards brought to the scale of returns, with today's statistics for yesterday's transitions."""
+"""Reward normalization by the scale of the returns. Samples use the current statistics, not those at collection."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ _STATS_EPS, _NORM_EPS = 1e-4, 1e-8
 class RewardNormalizer(Transform):
     """Divides rewards so that discounted returns have about unit variance and stay within ``max_return``.
 
-    A transform of a replay buffer: ``extend`` updates a running discounted return of every environment and its
-    statistics, samples are divided by ``max(std of the returns, largest return / max_return)`` as it is then. The mean
-    is not subtracted. Processes that train together share the statistics, each follows its own environments.
+    A transform of a replay buffer: ``extend`` updates the discounted return of every environment and the statistics of
+    these returns. ``sample`` divides rewards by the current ``max(std of the returns, largest return / max_return)``.
+    The mean is not subtracted. Processes that train together share the statistics; each tracks the returns of its own
+    environments.
 
     Args:
         num_envs: environments, rows of the data that extends the buffer.

@@ -29,13 +29,12 @@ def needs_primers(policy: Any) -> bool:
 
 
 class Collector(collectors.Collector):
-    """TorchRL's ``Collector`` whose ``state_dict`` continues a run bit for bit.
+    """TorchRL's ``Collector`` with a ``state_dict`` from which a run continues bit for bit.
 
-    TorchRL restores counters and transforms, then starts every environment anew. This class also keeps the data that is
-    carried into the next step, and the simulation state of the environment. For that the environment's own
-    ``state_dict`` must hold the state under ``"_extra_state"``, as those of ``PointMass`` and of synchronous Gymnasium
-    environments do. Others start new episodes and say so. The policy is not part of the state: checkpoint it under its
-    own name.
+    TorchRL restores counters and transforms, but resets every environment. This class also saves the current step and
+    the simulation state. The environment must return that state in its own ``state_dict`` under ``"_extra_state"``, as
+    ``PointMass`` and synchronous Gymnasium environments do. Other environments start new episodes, with a warning. The
+    policy is not part of the state: checkpoint it under its own name.
 
     It also warns, once, when the first twenty episodes all ended by termination and at the same length. That is
     probably a time limit that is declared as a termination, and then nothing is bootstrapped at its end.
@@ -70,7 +69,10 @@ class Collector(collectors.Collector):
         return recorded_metrics(self.env)
 
     def _suspect_time_limits(self, ended: TensorDictBase) -> None:
-        """Looks at the episodes that ended until one of them shows that no time limit is hidden, or twenty did not."""
+        """Watches finished episodes for a time limit that is reported as a termination.
+
+        Warns after twenty that terminated at the same length, stops at the first that did not.
+        """
         lengths, truncated = ended.get("step_count", None), ended.get("truncated", None)
         if lengths is None or self._first_lengths is None:
             self._first_lengths = None

@@ -15,9 +15,9 @@ __all__ = ["WindowBuffer"]
 
 
 class WindowBuffer(TensorDictReplayBuffer):
-    """The last windows of the policy for which style counts: a ``TensorDictReplayBuffer`` that picks them itself.
+    """A ``TensorDictReplayBuffer`` of the policy's most recent motion windows with ``amp_gate`` above 0.5.
 
-    Samples have the windows under ``"amp_window"``. They are drawn from a generator of the buffer's own, whose state is
+    Samples have the windows under ``"amp_window"``. The buffer draws them from its own generator, whose state is
     part of ``state_dict``.
 
     Args:

@@ -1,4 +1,4 @@
-"""Distil an RMA teacher, which is given the ground around it, into a student with a depth camera.
+"""Distil an RMA teacher, which reads a scan of the terrain, into a student with a depth camera.
 
 python examples/distill_rma.py TEACHER_RUN         # a run directory of train_rma.py, finished or still running
 python examples/distill_rma.py --resume runs/...   # continue, bit for bit; the teacher is inside
@@ -28,21 +28,21 @@ class Train(RunConfig):
 
 
 def parse(argv):
-    """The configuration; the environment and the networks of TEACHER_RUN, where one is given, are its defaults."""
+    """Parses the configuration. If TEACHER_RUN is given, its environment and networks are the defaults."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if not argv or argv[0].startswith("-"):
         return parse_cli(Train, argv, presets=presets.DISTILLATION)
     folder = Path(argv.pop(0)).expanduser().resolve()
-    teacher = load_run(folder)[1]
-    presets_of_teacher = {teacher.env.name: distillation_preset(teacher)}
-    return parse_cli(Train, [*teacher_flags(teacher, folder), *argv], presets=presets_of_teacher)
+    _, teacher_cfg = load_run(folder)
+    presets_of_teacher = {teacher_cfg.env.name: distillation_preset(teacher_cfg)}
+    return parse_cli(Train, [*teacher_flags(teacher_cfg, folder), *argv], presets=presets_of_teacher)
 
 
 def make_teacher(cfg, env):
-    """The teacher as it labels: history latent, true scan and true priv_explicit."""
-    algo = RMAConfig.model_validate(cfg.algorithm.teacher)
-    deployed = rma_composition(train_rma.make_policy(SimpleNamespace(env=cfg.env, algorithm=algo), env))
-    return rma_policy(deployed.actor, deployed.source, latent="history")
+    """The policy that gives the target actions, from the history latent, the true scan and the true priv_explicit."""
+    teacher_cfg = SimpleNamespace(env=cfg.env, algorithm=RMAConfig.model_validate(cfg.algorithm.teacher))
+    net = rma_composition(train_rma.make_policy(teacher_cfg, env))
+    return rma_policy(net.actor, net.source, latent="history")
 
 
 def make_policy(cfg, env):
@@ -62,18 +62,18 @@ def main(argv=None):
         teacher, policy = run.keep(teacher=make_teacher(cfg, env), policy=make_policy(cfg, env))
         student = policy.module
         loss = DepthDistillationLoss(student)
-        step = run.gradient_step(loss, max_grad_norm={"student_actor": algo.max_grad_norm})  # not the encoder
+        step = run.gradient_step(loss, max_grad_norm={"student_actor": algo.max_grad_norm})  # encoder: no clipping
         collector = DepthDistillationCollector(
             run.training_env(env), teacher, policy, algo.steps_per_env, num_pretrain_iters=algo.num_pretrain_iters
         )
         run.keep(collector=collector)
-        if run.is_new:  # the checkpoints of a distillation hold the teacher
+        if run.is_new:  # a resumed run restores the teacher from its own checkpoint
             load_policy_weights(teacher, algo.teacher_run, algo.teacher_checkpoint, env=env)
             student.actor.load_state_dict(rma_composition(teacher).actor.state_dict())
         for rollout in run.rollouts(collector):  # [environments, steps]
             losses = loss(rollout)
-            run.record(losses, step(losses))  # one step back through the whole rollout
-            student.updates += int(step.applied)
+            run.record(losses, step(losses))  # one update: back-propagation through the whole rollout
+            student.updates += int(step.applied)  # a student without updates refuses to act in evaluation
 
 
 if __name__ == "__main__":

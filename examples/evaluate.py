@@ -22,7 +22,7 @@ def load_run(run_dir):
     algorithm = read_config(path).get("algorithm")
     name = algorithm.get("name") if isinstance(algorithm, dict) else None
     script = Path(__file__).with_name(f"train_{str(name).lower()}.py")
-    if str(name).startswith("distill_"):  # a script that starts from a run of another
+    if str(name).startswith("distill_"):  # this script is not called train_*
         script = script.with_name(f"{name}.py")
     if not script.exists():
         raise ValueError(f"{path} names the algorithm {name!r}, but there is no {script.name} here to rebuild it with.")

@@ -1,7 +1,7 @@
 """Show a run's policy: python examples/play.py RUN [--output RUN/play.gif] writes one episode as GIF or mp4.
 
-Built-in quadrupeds are rendered by MuJoCo when an OpenGL is there (MUJOCO_GL=egl or osmesa without a display), and
-drawn as lines from the side and from above when not. The toy tasks are drawn as discs. Gymnasium environments render
+MuJoCo renders built-in quadrupeds if OpenGL is available (without a display: MUJOCO_GL=egl or osmesa). Otherwise they
+are drawn as lines, from the side and from above. The toy tasks are drawn as discs. Gymnasium environments render
 themselves (render_mode="rgb_array"), and so does any other environment that has a method render() for an image of its
 first row. mp4 files need imageio's ffmpeg plugin.
 """
@@ -12,8 +12,9 @@ import os
 import sys
 from pathlib import Path
 
+# MuJoCo reads MUJOCO_GL at import. The import fails with "egl" if the EGL library is missing.
 if sys.platform == "linux" and not os.environ.get("DISPLAY") and ctypes.util.find_library("EGL"):
-    os.environ.setdefault("MUJOCO_GL", "egl")  # read when mujoco is imported, which fails without the library
+    os.environ.setdefault("MUJOCO_GL", "egl")
 
 import imageio
 import torch

@@ -42,7 +42,7 @@ def smooth(values, width):
 
 
 def short_names(paths):
-    """Each path's last parts, as many as it takes to tell it from the others."""
+    """The shortest ending of each path that no other path has."""
     names = {}
     for path in paths:
         others = [other.parts for other in paths if other != path]
@@ -68,7 +68,7 @@ def main(argv=None):
     runs = {}
     for run, name in short_names([Path(run).expanduser().resolve() for run in args.runs]).items():
         if not (run / "metrics.csv").exists():
-            raise FileNotFoundError(f"{run} has no metrics.csv: it is not a run directory, or has not begun.")
+            raise FileNotFoundError(f"{run} has no metrics.csv: it is no run directory, or its run has not started.")
         runs[name] = read_metrics(run / "metrics.csv")
     names = {name for rows in runs.values() for row in rows for name in row}
     panels = [(title, [s for s in series if s[0] in names]) for title, series in PANELS]

@@ -16,7 +16,7 @@ from edenrl.training import evaluate, format_table, run_script
 
 
 def check_groups(policy, env):
-    """Refuses an environment whose observation groups are not those of the policy."""
+    """Raises unless the environment publishes every observation group that the policy reads."""
     published = {key: tuple(leaf.shape[1:]) for key, leaf in env.observation_spec.items()}
     wanted = {o["key"]: tuple(o["shape"]) for o in policy.spec["observations"]}
     if wrong := {key: shape for key, shape in wanted.items() if published.get(key) != shape}:
@@ -45,7 +45,7 @@ def main(argv=None):
 
     def make(rows):
         env = make_env(name, rows, seed=args.seed, **kwargs)
-        if "depth_new" in policy.groups and hasattr(env, "depth_interval"):  # of a depth student: when to look
+        if "depth_new" in policy.groups and hasattr(env, "depth_interval"):  # tells a depth student of new images
             env = TransformedEnv(env, DepthRefresh(env.depth_interval))
         check_groups(policy, env)
         boxed = action_box(env) is not None
@@ -58,8 +58,8 @@ def main(argv=None):
 
     policy.reset()
     result, latency = evaluate(act, make, args.episodes), policy.latency()
-    rows = {**{k: f"{v:.4g}" for k, v in result.items()}, "latency, batch 1": f"p50 {latency['p50']:.0f} us, "}
-    rows["latency, batch 1"] += f"p99 {latency['p99']:.0f} us"
+    rows = {name: f"{value:.4g}" for name, value in result.items()}
+    rows["latency, batch 1"] = f"p50 {latency['p50']:.0f} us, p99 {latency['p99']:.0f} us"
     print(format_table(rows, f"{args.policy} on {name}"))
 
 

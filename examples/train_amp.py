@@ -1,4 +1,4 @@
-"""Train PPO with an adversarial motion prior: the quadruped after a trot (default), or any environment with amp_window.
+"""Train PPO with an adversarial motion prior: a trotting quadruped (default), or any environment with amp_window.
 
 python examples/train_amp.py                                    # leaves the trot in the run directory
 python examples/train_amp.py --env.name my_robots:walker --algorithm.motion walks.npz
@@ -18,7 +18,7 @@ from edenrl.training import Run, follow_rate, make_critic, make_policy, minibatc
 
 
 class Train(RunConfig):
-    """PPO with an adversarial motion prior; metrics, checkpoints and a config.json end up in the run directory."""
+    """Adversarial motion prior. The run directory receives checkpoints, a config.json and a table of metrics."""
 
     env: EnvConfig = Field(default_factory=lambda: EnvConfig(name="Quadruped"))
     """Environment."""
@@ -39,17 +39,17 @@ def main(argv=None):
         loss = PPOLoss(policy, critic, functional=False, **algo.loss_options())
         augment = MirrorAugmentation(symmetry_mirrors(cfg, env), policy, critic)
         step = run.gradient_step(loss)
-        with torch.random.fork_rng():  # as long as no gate opens, PPO remains what it is without a prior
+        with torch.random.fork_rng():  # PPO draws the same random numbers as in a run without a prior
             prior = run.keep(discriminator=Discriminator(motion.frame_dim, **algo.discriminator_options()))
         add_style = AMPReward(prior, coeff=algo.style_coeff, scale=algo.style_scale)
         prior_loss = AMPLoss(prior, grad_penalty_coeff=algo.grad_penalty_coeff)
         decayed = prior.optimizer_groups(algo.trunk_weight_decay, algo.head_weight_decay)
         optimizer = run.keep(discriminator_optimizer=make_optimizer("adam", decayed, lr=algo.lr))
         prior_step = run.keep(discriminator_step=GradientStep(prior_loss, optimizer, on_nonfinite=algo.on_nonfinite))
-        size, saturated = cfg.frames_per_rollout // algo.num_minibatches, SaturationWatch()
+        size = cfg.frames_per_rollout // algo.num_minibatches  # windows per discriminator step
+        warn_if_saturated = SaturationWatch()
         windows = run.keep(windows=WindowBuffer(algo.window_buffer_size, motion.window_dim, size, **own))
         collector = run.keep(collector=make_collector(run.training_env(env), policy, **run.collector_options()))
-
         run.start_from(algo.warm_start, "policy", "critic")
         run.begin()  # creates the run directory, or restores a checkpoint
         if algo.motion is None and run.leads:
@@ -61,18 +61,18 @@ def main(argv=None):
                 losses = loss(batch)
                 run.record(losses, step(losses))
             update_normalization(torch.nn.ModuleList([policy, critic]), rollout)
-            # Statistics before the steps: the next rollout is scored with those that the discriminator last saw.
+            # Statistics first: the next rollout is then scored with the same statistics as the steps below use.
             seen = windows.add_rollout(rollout)
             prior.update_normalization(seen, motion.sample(len(seen)).flatten(1))
             follow_rate(prior_step, step)
-            every = algo.discriminator_interval
-            due = step.updates // every - (step.updates - algo.updates_per_iteration) // every
-            if min(distributed.exchange(len(windows))) == 0:  # before the first gate opens, in every process
-                due = 0
-            for _ in range(due):
+            before, every = step.updates - algo.updates_per_iteration, algo.discriminator_interval
+            due = step.updates // every - before // every  # one discriminator step per `every` steps of PPO
+            ready = min(distributed.exchange(len(windows))) > 0  # every process has windows
+            for _ in range(due if ready else 0):
                 losses = prior_loss(windows.sample().set("expert_window", motion.sample(size).flatten(1)))
-                run.record(losses, grad_norm_discriminator=prior_step(losses)["grad_norm_discriminator"])
-            saturated(run.mean("accuracy"))
+                metrics = prior_step(losses)
+                run.record(losses, grad_norm_discriminator=metrics["grad_norm_discriminator"])
+            warn_if_saturated(run.mean("accuracy"))
             run.log(add_style.metrics(rollout), {"motion_distance": motion.distance(seen).mean()})
 
 

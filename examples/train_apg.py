@@ -18,7 +18,7 @@ from edenrl.training import Run, make_policy, run_script
 
 
 class Train(RunConfig):
-    """Analytic policy gradient; a table of metrics, checkpoints and a config.json end up in the run directory."""
+    """Analytic policy gradient. The run directory receives checkpoints, a config.json and a table of metrics."""
 
     algorithm: APGConfig = Field(default_factory=APGConfig)
     """APG."""
@@ -32,9 +32,9 @@ def main(argv=None):
         if isinstance(env, ScheduledEnv):
             if algo.updates is None:
                 raise ValueError(
-                    f"{cfg.env.name} schedules its rollouts: give the budget in updates, --algorithm.updates 500."
+                    f"{cfg.env.name} sets its rollout lengths: give the budget in updates, --algorithm.updates 500."
                 )
-            run.count_updates()
+            run.count_updates()  # the budget is in updates, not in frames
         policy = run.keep(policy=make_policy(cfg, env))
         loss = APGLoss(policy, **algo.loss_options())
         step = run.gradient_step(loss, max_norm_before_clip=algo.max_grad_norm_before_clip or None)
@@ -51,13 +51,13 @@ def main(argv=None):
 
         for _ in run:
             segments = []
-            for segment in collector.update(algo.rollouts):  # [environments, steps], with the simulator's graph
-                # One backward per segment; complete rollouts are averaged, segments add up to the update's horizon.
+            for segment in collector.update(algo.rollouts):  # [environments, steps], attached to the autograd graph
+                # One backward per segment. Gradients of complete rollouts are averaged, those of segments summed.
                 run.record(step.backward(loss(segment), 1 / algo.rollouts_per_update))
                 segments.append(segment)
             run.log(step.step())
             rollout = torch.cat([segment.reshape(-1) for segment in segments])
-            if step.applied:  # Frozen while the update was made; a skipped one may hold anything.
+            if step.applied:  # a skipped update may hold NaN; statistics never change during an update
                 update_normalization(policy, rollout)
             run.watch(rollout)
             frames = collector.frames * world_size()  # of all processes together

@@ -1,4 +1,4 @@
-"""Train constrained PPO: the best style at a task return of alpha times the best (ConTrack).
+"""Train constrained PPO (ConTrack): maximize style while the task return stays at alpha times its best value.
 
 python examples/train_cmdp.py --algorithm.alpha 0.7        # ConflictPointMass: follow a goal, but slowly
 python examples/train_cmdp.py --env.name Quadruped         # starts from a preset; flags override it
@@ -14,13 +14,13 @@ from edenrl.training import Run, make_critic, make_policy, minibatches, run_scri
 
 
 class Train(RunConfig):
-    """Constrained PPO; a table of metrics, checkpoints and a config.json end up in the run directory."""
+    """Constrained PPO. The run directory receives checkpoints, a config.json and a table of metrics."""
 
     algorithm: CMDPConfig = Field(default_factory=CMDPConfig)
     """Constrained PPO."""
     env: EnvConfig = Field(default_factory=lambda: EnvConfig(name="ConflictPointMass"))
     """Environment; it publishes reward_groups."""
-    # The policy to keep is the one at which lambda has settled: the newest, unless another metric is asked for.
+    # Lambda needs time to settle, so the newest checkpoint is the best one, unless another metric is set.
     evaluation: EvaluationConfig = Field(default_factory=lambda: EvaluationConfig(metric="updates"))
     """Evaluation; the metric "updates" makes the newest checkpoint the best."""
 
@@ -46,7 +46,7 @@ def main(argv=None):
             for batch in minibatches(data, algo.epochs, algo.num_minibatches):
                 losses = loss(batch)
                 run.record(losses, step(losses))
-            # After the update, so that the policy that was optimized is the one that acted.
+            # The statistics change last: during the update the policy must normalize as it did while it collected.
             update_normalization(policy, rollout)
             update_normalization(critic, rollout)
             constraint.update(rollout["next", "metrics", "task_return"], rollout["next", "done"])

@@ -30,38 +30,38 @@ def main(argv=None):
         groups = observation_groups(env.observation_spec, algo.critic_groups)
         critic = flash_critic(groups, len(low), **algo.network_options("critic"))
         loss = run.keep(loss=FlashSACLoss(policy, critic, **algo.loss_options()))
-        where = dict(num_envs=cfg.env.num_envs, device=run.device)
-        replay = run.keep(replay=make_replay(loss.observation_keys, low, high, **where, **algo.replay_options()))
+        options = dict(num_envs=cfg.env.num_envs, device=run.device, **algo.replay_options())
+        replay = run.keep(replay=make_replay(loss.observation_keys, low, high, **options))
         warmup, updates = cfg.warmup_and_updates(run.iterations)
         every = {"policy": algo.actor_delay, "temperature": algo.actor_delay, "critic": 1}
         steps = {}
         for part, parameters in loss.parameter_groups().items():
             options = dict(updates=updates, every=every[part], amp_dtype=precision)
             steps[part] = run.gradient_step(loss, {f"{part}_optimizer": parameters}, name=f"{part}_step", **options)
-        for part, network in (("policy", policy), ("critic", critic)):  # every weight back onto the sphere, each step
-            unit_norm_hook(steps[part].optimizers[f"{part}_optimizer"], network)
+        unit_norm_hook(steps["policy"].optimizers["policy_optimizer"], policy)  # after each step: back to unit norm
+        unit_norm_hook(steps["critic"].optimizers["critic_optimizer"], critic)
         if compiled:
             loss.compile_networks()
         noise = RepeatedNoise(low, high, exponent=algo.noise_exponent, longest=algo.noise_longest).to(run.device)
-        acting, options = exploring_policy(policy, noise), run.collector_options(steps=1)
-        collector = run.keep(collector=make_collector(run.training_env(env), acting, **options))
+        acting = exploring_policy(policy, noise)
+        collector = run.keep(collector=make_collector(run.training_env(env), acting, **run.collector_options(steps=1)))
         run.begin()  # creates the run directory, or restores a checkpoint
-        noise.uniform.fill_(steps["critic"].updates == 0)
+        noise.uniform.fill_(steps["critic"].updates == 0)  # uniform random actions until the first update
         if steps["critic"].updates and len(replay):
-            warmup = 0  # a longer run does not warm up again
+            warmup = 0  # resumed with its replay buffer: no second warm-up
         for _ in run:
             for _ in range(algo.steps_per_env):
                 replay.extend(run.collect(collector))
-                ready = len(replay) >= warmup and replay.can_sample()
-                noise.uniform.mul_(not ready)
-                for _ in range(algo.updates_per_step * ready):
-                    update(run, loss, steps, replay.sample().to(run.device), algo.actor_delay)
+                if len(replay) >= warmup and replay.can_sample():
+                    noise.uniform.fill_(False)
+                    for _ in range(algo.updates_per_step):
+                        update(run, loss, steps, replay.sample().to(run.device), algo.actor_delay)
             average_batch_statistics(policy, critic, loss.target_critic)
             run.log({"replay_size": len(replay)})
 
 
 def update(run, loss, steps, batch, actor_delay):
-    """One update of the critic and its target; before every `actor_delay`-th of them actor and temperature."""
+    """Updates the critic and its target. Every `actor_delay`-th call updates the actor and the temperature first."""
     if steps["critic"].updates == 0:
         check_precision(loss, batch, steps["critic"].amp_dtype)
     if steps["critic"].updates % actor_delay == 0:

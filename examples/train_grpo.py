@@ -1,4 +1,4 @@
-"""Train GRPO, which needs no critic, on an environment that can start groups of rows in the same state.
+"""Train GRPO, which needs no critic. The simulator must be able to start groups of environments in the same state.
 
 python examples/train_grpo.py --env.name CartPole-v1       # starts from a preset; flags override it
 python examples/train_grpo.py --resume runs/...            # continue, bit for bit
@@ -15,7 +15,7 @@ from edenrl.training import Run, make_policy, minibatches, run_script
 
 
 class Train(RunConfig):
-    """Group relative policy optimization; metrics, checkpoints and a config.json end up in the run directory."""
+    """Group-relative policy updates. The run directory receives checkpoints, a config.json and a table of metrics."""
 
     algorithm: GRPOConfig = Field(default_factory=GRPOConfig)
     """GRPO."""
@@ -47,14 +47,15 @@ def main(argv=None):
             if algo.reset_before_rollout:
                 assert_same_start(rollout, observations, algo.group_size)
             advantages(rollout)
-            # Only the steps that count: the mini-batches are then equally large, and nothing is computed in vain.
+            # Masked steps are dropped here, so mini-batches have equal sizes and no computation is wasted.
             data = rollout.exclude("next", "collector")[rollout["group_mask"].squeeze(-1)]
             for batch in minibatches(data, algo.epochs, algo.num_minibatches):
                 losses = loss(batch)
                 run.record(losses, step(losses))
-            # After the update, so that the policy that was optimized is the one that acted. A step without a reward is
-            # one in which the simulation broke down: its observation may be NaN as well.
-            update_normalization(policy, rollout[~rollout["next", "reward"].isnan().squeeze(-1)])
+            # The statistics change last: during the update the policy must normalize as it did while it collected.
+            # A NaN reward marks a step at which the simulation failed. Its observation may be NaN, too.
+            valid = ~rollout["next", "reward"].isnan().squeeze(-1)
+            update_normalization(policy, rollout[valid])
             run.log(advantages.metrics(rollout))
 
 

@@ -15,7 +15,7 @@ from edenrl.training import Run, follow_rate, make_critic, minibatches, run_scri
 
 
 class Train(RunConfig):
-    """Hybrid internal model; a table of metrics, checkpoints and a config.json end up in the run directory."""
+    """Hybrid internal model. The run directory receives checkpoints, a config.json and a table of metrics."""
 
     env: EnvConfig = Field(default_factory=lambda: EnvConfig(name="Quadruped", num_envs=64))
     """Environment."""
@@ -26,14 +26,14 @@ class Train(RunConfig):
 def make_policy(cfg: Train, env):
     """The actor for an environment; evaluation rebuilds it from a run's config.json with this."""
     algo, squash = cfg.algorithm, cfg.env.action_mode == "squash"
-    layout = HIMLayout.of(env, *algo.actor_groups, *algo.critic_groups, order=algo.history_layout)
+    layout = HIMLayout.of(env, algo.actor_groups[0], algo.critic_groups[0], order=algo.history_layout)
     return him_actor(layout, env.action_spec_unbatched, squash=squash, **algo.network_options())
 
 
 def main(argv=None):
     cfg = parse_cli(Train, argv, presets=presets.HIM)
     algo = cfg.algorithm
-    history, critic_group = *algo.actor_groups, *algo.critic_groups
+    history, critic_group = algo.actor_groups[0], algo.critic_groups[0]  # actor and critic read one group each
     with Run(cfg) as run:  # seeds, device, run directory, checkpoints, evaluation, Ctrl-C
         env = run.env()
         policy, critic = run.keep(policy=make_policy(cfg, env), critic=make_critic(cfg, env))
@@ -44,28 +44,35 @@ def main(argv=None):
         loss = HIMLoss(policy, critic, functional=False, **symmetry, **algo.loss_options())
         step = run.gradient_step(loss)
 
-        # The estimator is a part of the actor, and has a loss and an optimizer of its own.
-        estimator = policy.module[0].module.estimator
+        # The estimator is a part of the actor's network. It has its own loss and its own optimizer.
+        estimator = policy.module[0].module.estimator  # ProbabilisticActor -> TensorDictModule -> network
         estimator_loss = HIMEstimatorLoss(estimator, **algo.estimator_options())
         estimator_loss.set_keys(history=history, critic=critic_group)
-        options = dict(schedule=False, max_grad_norm=algo.estimator_max_grad_norm)
-        trained = {"estimator_optimizer": estimator_loss.parameters()}
-        estimator_step = run.gradient_step(estimator_loss, trained, name="estimator_step", **options)
+        estimator_step = run.gradient_step(
+            estimator_loss,
+            {"estimator_optimizer": estimator_loss.parameters()},
+            name="estimator_step",
+            schedule=False,  # follow_rate below sets the learning rate
+            max_grad_norm=algo.estimator_max_grad_norm,
+        )
         collector = run.keep(collector=make_collector(run.training_env(env), policy, **run.collector_options()))
 
-        checked = False
+        layout_checked = False
         for rollout in run.rollouts(collector):  # [environments, steps]
-            checked = checked or estimator.layout.check(rollout[history], rollout[critic_group])
-            with torch.no_grad():  # how well it predicts what it has not been trained on
+            if not layout_checked:  # the first rollouts may prove nothing, right after a reset
+                layout_checked = estimator.layout.check(rollout[history], rollout[critic_group])
+            with torch.no_grad():  # the estimator's error on data that it has not been trained on
                 run.log({f"fresh/{name}": value for name, value in estimator_loss(rollout).items()})
-            doubled = gae(augment(rollout))
-            data = doubled.exclude("next", "collector").set("next", doubled["next"].select(critic_group))
+            rollout = gae(augment(rollout))  # mirrored before GAE: mirror images get their own values and returns
+            data = rollout.exclude("next", "collector")
+            data = data.set("next", rollout["next"].select(critic_group))  # the estimator's target
             for batch in minibatches(data, algo.epochs, algo.num_minibatches):
                 losses = loss(batch)
-                metrics = {**losses, **step(losses)}
-                follow_rate(estimator_step, step)  # at the policy's rate, also while that adapts
-                losses = estimator_loss(batch)
-                run.record(metrics, losses, grad_norm_estimator=estimator_step(losses)["grad_norm_estimator"])
+                metrics = step(losses)
+                follow_rate(estimator_step, step)  # the policy's learning rate, which may adapt
+                estimator_losses = estimator_loss(batch)
+                grad_norm = estimator_step(estimator_losses)["grad_norm_estimator"]
+                run.record(losses, metrics, estimator_losses, grad_norm_estimator=grad_norm)
 
 
 if __name__ == "__main__":

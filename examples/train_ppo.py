@@ -14,7 +14,7 @@ from edenrl.training import Run, make_critic, make_policy, minibatches, run_scri
 
 
 class Train(RunConfig):
-    """Proximal policy optimization; a table of metrics, checkpoints and a config.json end up in the run directory."""
+    """Proximal policy optimization. The run directory receives checkpoints, a config.json and a table of metrics."""
 
     algorithm: PPOConfig = Field(default_factory=PPOConfig)
     """PPO."""
@@ -25,20 +25,20 @@ def main(argv=None):
     algo = cfg.algorithm
     with Run(cfg) as run:  # seeds, device, run directory, checkpoints, evaluation, Ctrl-C
         env = run.env()
-        policy, critic = run.keep(policy=make_policy(cfg, env), critic=make_critic(cfg, env))
+        policy, critic = run.keep(policy=make_policy(cfg, env), critic=make_critic(cfg, env))  # saved in checkpoints
         gae = GAE(value_network=critic, **algo.gae_options())
-        loss = PPOLoss(policy, critic, functional=False, **algo.loss_options())
+        loss = PPOLoss(policy, critic, functional=False, **algo.loss_options())  # uses the networks' own parameters
         augment = MirrorAugmentation(symmetry_mirrors(cfg, env), policy, critic)
         step = run.gradient_step(loss)
         collector = run.keep(collector=make_collector(run.training_env(env), policy, **run.collector_options()))
 
         for rollout in run.rollouts(collector):  # [environments, steps]
             gae(rollout)
-            data = augment(rollout.exclude("next", "collector").reshape(-1))
+            data = augment(rollout.exclude("next", "collector").reshape(-1))  # adds mirror images, if symmetry is on
             for batch in minibatches(data, algo.epochs, algo.num_minibatches):
                 losses = loss(batch)
                 run.record(losses, step(losses))
-            # After the update, so that the policy that was optimized is the one that acted.
+            # The statistics change last: during the update the policy must normalize as it did while it collected.
             update_normalization(policy, rollout)
             update_normalization(critic, rollout)
 

@@ -1,4 +1,4 @@
-"""Train RMA: a teacher with privileged information, and the history encoder and estimator that replace it.
+"""Train RMA: a teacher with privileged observations, and the history encoder and estimator that replace these.
 
 python examples/train_rma.py --env.name QuadrupedTerrain     # default: HiddenPointMass; both start from a preset
 """
@@ -15,7 +15,7 @@ from edenrl.training import Run, make_critic, minibatches, run_script, symmetry_
 
 
 class Train(RunConfig):
-    """Rapid motor adaptation; a table of metrics, checkpoints and a config.json end up in the run directory."""
+    """Rapid motor adaptation. The run directory receives checkpoints, a config.json and a table of metrics."""
 
     env: EnvConfig = EnvConfig(name="HiddenPointMass")
     """Environment."""
@@ -24,7 +24,7 @@ class Train(RunConfig):
 
 
 def make_policy(cfg, env):
-    """The deployed policy of a new actor, without privileged input: what is evaluated and exported."""
+    """An untrained policy that needs no privileged observations. This is the one that is evaluated and exported."""
     widths, keys = cfg.algorithm.layout(observation_groups(env.observation_spec))
     num_actions = cfg.algorithm.num_actions(env.action_spec_unbatched, cfg.env.action_mode)
     actor = RMAActor(widths, num_actions, **cfg.algorithm.network_options())
@@ -36,8 +36,8 @@ def main(argv=None):
     algo = cfg.algorithm
     with Run(cfg) as run:  # seeds, device, run directory, checkpoints, evaluation, Ctrl-C
         env = run.env()
-        policy = run.keep(policy=make_policy(cfg, env))  # what will be deployed; the next two share its weights
-        net = rma_composition(policy)
+        policy = run.keep(policy=make_policy(cfg, env))  # for deployment; teacher and acting share its weights
+        net = rma_composition(policy)  # its network: the actor, and the keys of the actor's inputs
         teacher = rma_policy(net.actor, net.source)
         acting = rma_policy(net.actor, net.source, **algo.acting_options()).to(run.device)
         critic = run.keep(critic=make_critic(cfg, env, groups=net.privileged_groups))
@@ -45,33 +45,33 @@ def main(argv=None):
         ramp = run.keep(ramp=LinearRamp(**algo.ramp_options()))
         loss = RMALoss(teacher, critic, ramp=ramp, functional=False, **algo.loss_options())
         dagger = RMADaggerLoss(teacher)
-        also = [net.keys["history"]]  # which the losses read, beside actor and critic
-        augment = MirrorAugmentation(symmetry_mirrors(cfg, env, "augment"), teacher, critic, also=also)
+        augment = MirrorAugmentation(symmetry_mirrors(cfg, env, "augment"), teacher, critic, also=[net.keys["history"]])
         mirrors = symmetry_mirrors(cfg, env, "loss")
-        mirror = None if mirrors is None else MirrorLoss(teacher, mirrors, symmetry_coeff=algo.symmetry_coeff)
+        mirror_loss = None if mirrors is None else MirrorLoss(teacher, mirrors, symmetry_coeff=algo.symmetry_coeff)
         groups = {**loss.parameter_groups(), **dagger.parameter_groups()}
         trained = {"optimizer": groups["policy"] + groups["critic"], "estimation": groups["estimator"]}
         step = run.gradient_step(loss, trained, lr={"estimation": algo.estimator_lr})
         imitate = run.gradient_step(dagger, {"imitation": groups["history_encoder"]}, name="imitate", schedule=False)
         collector = run.keep(collector=make_collector(run.training_env(env), acting, **run.collector_options()))
-        for iteration in run:
-            by_history = (iteration + 1) % algo.dagger_update_freq == 0
-            rma_composition(acting).use_history(by_history)
+        for iteration in run:  # not run.rollouts, because the latent is chosen before the rollout
+            is_dagger = (iteration + 1) % algo.dagger_update_freq == 0
+            rma_composition(acting).use_history(is_dagger)  # DAgger collects with the history latent
             rollout = run.collect(collector)  # [environments, steps]
             gae(rollout)
-            with torch.no_grad():  # acting may read estimates; the KL is to tell how far the update moves the teacher
+            with torch.no_grad():  # PPO's KL compares the teacher before and after the update, not with `acting`
                 rollout.update(teacher.get_dist_params(rollout.select(*teacher.in_keys)).select("loc", "scale"))
             data = augment(rollout.exclude("next", "collector").reshape(-1))
             for batch in minibatches(data, algo.epochs, algo.num_minibatches):
                 losses = loss(batch)
-                if mirror is not None:
-                    losses.update(mirror(batch))
+                if mirror_loss is not None:
+                    losses.update(mirror_loss(batch))
                 run.record(losses, step(losses))
-            ramp.advance()
-            if by_history:
+            ramp.advance()  # counts updates: PPO on a rollout is one, DAgger on it is another
+            if is_dagger:
                 for batch in minibatches(data, algo.epochs, algo.num_minibatches):
                     losses = dagger(batch)
-                    run.record(losses, grad_norm_history=imitate(losses)["grad_norm_history_encoder"])
+                    metrics = imitate(losses)
+                    run.record(losses, grad_norm_history=metrics["grad_norm_history_encoder"])
                 ramp.advance()
             update_normalization(critic, rollout)
 

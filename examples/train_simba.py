@@ -14,7 +14,7 @@ from edenrl.training import Run, minibatches, run_script
 
 
 class Train(RunConfig):
-    """PPO with SimBaV2 networks; a table of metrics, checkpoints and a config.json end up in the run directory."""
+    """PPO with SimBaV2 networks. The run directory receives checkpoints, a config.json and a table of metrics."""
 
     algorithm: SimbaPPOConfig = Field(default_factory=SimbaPPOConfig)
     """PPO, its networks and its optimizer."""
@@ -30,7 +30,7 @@ def make_policy(cfg: Train, env):
 
 
 def make_critic(cfg: Train, env):
-    """The value network beside it."""
+    """The value network for an environment."""
     algo, spec = cfg.algorithm, env.observation_spec
     groups = observation_groups(spec, algo.critic_groups)
     return simba_critic(groups, **algo.network_options("critic", groups, observation_groups(spec)))
@@ -45,7 +45,7 @@ def main(argv=None):
         gae = GAE(value_network=critic, **algo.gae_options())
         loss = PPOLoss(policy, critic, functional=False, **algo.loss_options())
         step = run.gradient_step(loss)
-        post_step_hook(step.optimizers["optimizer"], policy, critic)  # every weight back onto the sphere, each step
+        post_step_hook(step.optimizers["optimizer"], policy, critic)  # after each step: weight rows back to unit norm
         collector = run.keep(collector=make_collector(run.training_env(env), policy, **run.collector_options()))
 
         for rollout in run.rollouts(collector):  # [environments, steps]
@@ -54,7 +54,7 @@ def main(argv=None):
             for batch in minibatches(data, algo.epochs, algo.num_minibatches):
                 losses = loss(batch)
                 run.record(losses, step(losses))
-            # After the update, so that the policy that was optimized is the one that acted.
+            # The statistics change last: during the update the policy must normalize as it did while it collected.
             update_normalization(policy, rollout)
             update_normalization(critic, rollout)
 

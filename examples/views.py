@@ -8,7 +8,7 @@ SIZE, HALF = 360, 1.2  # pixels, and metres from the middle to the border
 
 
 def lines(env):
-    """Trunk and legs of the first robot in the world: five polylines of 3-D points."""
+    """Trunk and legs of robot 0: five polylines of 3-D points in world coordinates."""
     model, data = env.simulation(0)
     names = [body for leg in ("FL", "FR", "RL", "RR") for body in (f"{leg}_hip", f"{leg}_thigh", f"{leg}_calf")]
     points = {name: data.body(name).xpos.copy() for name in names}
@@ -53,10 +53,11 @@ class Drawn:
         draw, parts = ImageDraw.Draw(image), lines(self.env)
         centre = parts[0].mean(0)
         x = np.linspace(centre[0] - 1.0, centre[0] + 1.0, 121)
-        views = ((2, 150, 0.0, self.env._ground(x, np.full_like(x, centre[1]))), (1, 270, centre[1], None))
-        for axis, base, middle, ground in views:
-            if ground is not None:
-                draw.line([self._at(*point, centre, base, 0.0) for point in zip(x, ground, strict=True)], fill="sienna")
+        heights = self.env._ground(x, np.full_like(x, centre[1]))
+        draw.line([self._at(*point, centre, 150, 0.0) for point in zip(x, heights, strict=True)], fill="sienna")
+        # Per view: the coordinate drawn upwards (2: z, 1: y), the pixel row of `middle`, and `middle` in metres.
+        side, above = (2, 150, 0.0), (1, 270, centre[1])
+        for axis, base, middle in (side, above):
             for line, color in zip(parts, ("black", "red", "blue", "orange", "green"), strict=True):
                 draw.line([self._at(p[0], p[axis], centre, base, middle) for p in line], fill=color, width=3)
         return np.asarray(image)

@@ -88,22 +88,22 @@ class AMPLoss(LossMixin, LossModule):
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Computes the weighted losses and metrics of windows in any batch shape."""
         expert, policy = self._windows(tensordict)
-        d_expert, d_policy, slope = self._outputs_and_slope(expert, policy)
+        d_expert, d_policy, gradient = self._outputs_and_gradient(expert, policy)
         squared = 0.5 * ((d_expert - 1).square() + (d_policy + 1).square())
-        penalty = self.grad_penalty_coeff * slope.square().sum(-1)
+        penalty = self.grad_penalty_coeff * gradient.square().sum(-1)
         d_expert, d_policy = d_expert.detach(), d_policy.detach()
-        right = 0.5 * ((d_expert > 0).to(squared.dtype) + (d_policy < 0).to(squared.dtype))
+        correct = 0.5 * ((d_expert > 0).to(squared.dtype) + (d_policy < 0).to(squared.dtype))
         return TensorDict(
             {
                 "loss_discriminator": self._reduce_loss(squared, tensordict),
                 "loss_grad_penalty": self._reduce_loss(penalty, tensordict),
                 "d_expert": d_expert.mean(),
                 "d_policy": d_policy.mean(),
-                "accuracy": right.mean(),
+                "accuracy": correct.mean(),
             }
         )
 
-    def _outputs_and_slope(self, expert: Tensor, policy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _outputs_and_gradient(self, expert: Tensor, policy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Both outputs, ``[*batch]`` each, and the gradient at the expert windows, ``[*batch, K * f]``."""
         expert, policy = self.discriminator.normalize(torch.stack([expert, policy])).detach()
 
@@ -113,8 +113,8 @@ class AMPLoss(LossMixin, LossModule):
         derived: Any = torch.func.vjp(outputs, expert)
         both, pull_back = derived
         # The gradient of the expert outputs alone.
-        (slope,) = pull_back(torch.stack([torch.ones_like(both[0]), torch.zeros_like(both[1])]))
-        return both[0], both[1], slope
+        (gradient,) = pull_back(torch.stack([torch.ones_like(both[0]), torch.zeros_like(both[1])]))
+        return both[0], both[1], gradient
 
     def _windows(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor]:
         values = {key: tensordict.get(key, None) for key in self.in_keys}

@@ -18,7 +18,7 @@ __all__ = ["APGLoss"]
 
 
 class APGLoss(LossMixin, LossModule):
-    r"""Minus the discounted return of rollouts that still carry the graph, plus a discounted entropy bonus.
+    r"""The negative discounted return of rollouts with their autograd graph, minus a discounted entropy bonus.
 
     Reads rollouts ``[*batch, T]`` (time last) as ``DifferentiableCollector`` yields them. The return is
     ``sum_t D_t r_t`` with the weights ``D_t = gamma ** elapsed_t``; ``elapsed`` counts the steps since the episode or
@@ -30,8 +30,8 @@ class APGLoss(LossMixin, LossModule):
       ``objective_scale`` where the data has it.
 
     Reward and entropy have the same weights, so ``entropy_coeff`` keeps its meaning when the segment length changes.
-    The gradient reaches the policy through the data: the policy that collected must be this one. The loss keeps it as
-    it is (no functional copy).
+    The gradient reaches the policy through the data. Therefore ``actor_network`` must be the policy that collected it.
+    The loss makes no functional copy.
 
     Outputs: ``loss_objective`` and, with a positive coefficient, ``loss_entropy``. Detached scalars: ``objective``
     (mean weighted return), ``entropy`` (mean over the steps that count, in nats) and ``alive_fraction`` (share of the
@@ -131,7 +131,7 @@ class APGLoss(LossMixin, LossModule):
                 "loop, before the segment is detached."
             )
         weight, alive = self._weights(tensordict, done.squeeze(-1), reward)
-        # where, not a product: a reward that does not count may be NaN.
+        # torch.where instead of a product: a reward after the first done step may be NaN, and NaN * 0 is NaN.
         objective = torch.where(alive, weight * reward.squeeze(-1), 0.0).sum(-1)
         entropy = self._entropy(tensordict)
         counted = alive.to(entropy.dtype)

@@ -60,21 +60,21 @@ def require_not_negative(owner: object, **settings: Any) -> None:
 
 
 class LossMixin:
-    """What a loss needs beside its mathematics. Put it before ``LossModule``, or before any loss of TorchRL.
+    """Keys, reduction, coefficients and parameter groups of a loss. Put it before ``LossModule`` or a loss of TorchRL.
 
     A new loss writes:
 
     - ``_AcceptedKeys``, a dataclass with one annotated ``NestedKey`` per entry that ``set_keys`` can rename;
-    - ``__init__``, which passes ``reduction`` on, and the coefficients: ``register_coeff_buffer`` (TorchRL's) for one
-      that is always there, ``register_optional_coeff`` for that of a term that can be left out. Their names also go
-      into ``_schedulable_buffers``, which lets people write ``loss.entropy_coeff = 0.01``;
+    - ``__init__``, which passes ``reduction`` on and registers the coefficients: with ``register_coeff_buffer``
+      (TorchRL's), or with ``register_optional_coeff`` if the term can be left out. Add their names to
+      ``_schedulable_buffers``, so that users can write ``loss.entropy_coeff = 0.01``;
     - ``_make_in_keys`` and ``_make_out_keys``, the entries that ``forward`` reads and returns;
     - ``parameter_groups``, the parameters that it trains;
     - ``forward`` under ``@dispatch``, which keeps one value per sample until ``_reduce_loss`` (TorchRL's).
 
-    It gets in return: the properties ``in_keys`` and ``out_keys``, which follow ``set_keys`` and ``select_out_keys``;
-    ``default_keys``; the check of ``reduction``; an error for the assignment of a coefficient whose term was left out;
-    ``_trained`` and ``_with_parameters`` for its networks. ``edenrl.testing.check_loss_module`` checks the result.
+    The mixin provides the properties ``in_keys`` and ``out_keys``, which follow ``set_keys`` and ``select_out_keys``;
+    ``default_keys``; a check of ``reduction``; an error when someone sets the coefficient of a term that was left out;
+    and ``_trained`` and ``_with_parameters`` for the networks. ``edenrl.testing.check_loss_module`` checks the result.
 
     Args:
         args: passed to the next class.
@@ -155,12 +155,12 @@ class LossMixin:
     def register_optional_coeff(self, name: str, value: float | None, *, needs: str | None = None) -> None:
         """Registers the coefficient of a term that is left out when ``value`` is ``None``.
 
-        ``self.<name>`` is then ``None``, and assigning it raises: it would change nothing.
+        In that case ``self.<name>`` is ``None``. Assigning a value raises an error, because it would have no effect.
 
         Args:
             name: name of the coefficient, which belongs into ``_schedulable_buffers``.
             value: the coefficient, or ``None`` for a loss without the term.
-            needs: what builds the term, for the message. Default "<name> > 0".
+            needs: the setting that enables the term, named in the error message. Default "<name> > 0".
 
         Raises:
             AttributeError: later, at ``loss.<name> = ...`` for a term that was left out.
@@ -257,7 +257,7 @@ class LossMixin:
         return [parameter for module in modules for parameter in module.parameters() if parameter.requires_grad]
 
     def _parameters_of(self, network: str) -> nn.Module:
-        """What holds the parameters of ``self.<network>``: a functional loss keeps them beside the network."""
+        """The holder of the parameters of ``self.<network>``: in a functional loss ``<network>_params``."""
         parameters: nn.Module | None = getattr(self, f"{network}_params", None)
         module: nn.Module = getattr(self, network)
         return module if parameters is None else parameters

@@ -25,8 +25,8 @@ REWARD_GROUPS = ("task", "style", "penalty")
 def check_reward_groups(published: Composite | TensorDictBase | None) -> None:
     """Raises unless exactly the reward groups ``task``, ``style`` and ``penalty`` are there.
 
-    A group beside them would reach neither value, a missing one would be taken for zero. Call it on the environment's
-    ``observation_spec`` before anything is built; ``TwoChannelGAE`` checks every rollout.
+    An additional group would not enter any value, and a missing group would count as zero. Call this function on the
+    environment's ``observation_spec`` before you build networks; ``TwoChannelGAE`` checks every rollout.
 
     Args:
         published: observation spec, or step, that holds the groups under ``reward_groups``.
@@ -46,8 +46,11 @@ def _check_names(names: Iterable[str]) -> None:
     found = sorted(names)
     if set(found) == set(REWARD_GROUPS):
         return
-    missing, unknown = [g for g in REWARD_GROUPS if g not in found], [g for g in found if g not in REWARD_GROUPS]
-    problems = [f"{what} {which}" for what, which in (("lacks", missing), ("does not know", unknown)) if which]
+    missing = [group for group in REWARD_GROUPS if group not in found]
+    unknown = [group for group in found if group not in REWARD_GROUPS]
+    problems = [f"lacks {missing}"] if missing else []
+    if unknown:
+        problems.append(f"has the unknown groups {unknown}")
     raise ValueError(
         f"The environment publishes the reward groups {found}; constrained PPO needs exactly {list(REWARD_GROUPS)} "
         f"under ('next', 'reward_groups'): it {' and '.join(problems)}. Every term must be in one of the three, "
@@ -100,7 +103,7 @@ class TwoChannelGAE(GAE):
         return super().forward(tensordict, **kwargs)
 
     def _inputs(self, data: TensorDictBase) -> list[NestedKey]:
-        # The group that is wrong is named before the channels that it is part of.
+        # The groups come before their sum, so that an error names the group that is not finite.
         groups = [unravel_key(("next", self.tensor_keys.reward_groups, group)) for group in REWARD_GROUPS]
         *observations, channels = super()._inputs(data)
         # Nothing is learned from the plain reward, but a NaN in it says that the environment is at fault.
@@ -138,8 +141,8 @@ class CMDPLoss(PPOLoss):
             ``normalize_advantage=True``, which would undo the mixture: ``TwoChannelGAE(average_gae=True)`` standardizes
             each channel.
 
-    Source: ConTrack, 2026. Only its form of a constraint is here, a share of the best task return; for a limit on a
-    cost in units of its own use another dual controller.
+    Source: ConTrack, 2026. The constraint is always a share of the best task return, as in that paper. To limit a cost
+    in its own units, write another dual controller.
 
     Examples:
         >>> import torch

@@ -104,7 +104,7 @@ class DepthDistillationLoss(LossMixin, LossModule):
         yaw = self._distance(tensordict, keys.yaw, keys.yaw_prediction)
         new = tensordict.get(keys.depth_new, None)
         counted = torch.ones_like(yaw, dtype=torch.bool) if new is None else new.bool().reshape(yaw.shape)
-        # where, not a product: what lies between two images may be NaN.
+        # torch.where instead of a product: the yaw between two images may be NaN, and NaN * 0 is NaN.
         yaw = torch.where(counted, yaw, 0.0)
         if self.reduction == "mean":
             loss_yaw = yaw.sum() / counted.sum().clamp(min=1)

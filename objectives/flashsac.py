@@ -1,4 +1,4 @@
-"""FlashSAC: soft actor-critic with a distributional critic and batch statistics shared by both ends of a transition."""
+"""FlashSAC: soft actor-critic with a distributional critic, batch-normalized over current and next observations."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def project_distribution(probs: Tensor, values: Tensor, atoms: Tensor) -> Tensor
 
 @contextlib.contextmanager
 def _held_fixed(module: nn.Module) -> Iterator[None]:
-    """What is computed inside carries gradient to the inputs of ``module`` and not to its parameters."""
+    """A context in which gradient flows through ``module`` to its inputs, but not to its parameters."""
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     for parameter in trained:
         parameter.requires_grad_(False)
@@ -83,23 +83,25 @@ def _held_fixed(module: nn.Module) -> Iterator[None]:
 
 
 class FlashSACLoss(LossMixin, LossModule):
-    r"""Losses of FlashSAC on a batch of (n-step) transitions; ``actor_loss`` and its kin compute one of them alone.
+    r"""Losses of FlashSAC on (n-step) transitions; ``actor_loss``, ``temperature_loss``, ``critic_loss`` give one each.
 
-    Actions are in [-1, 1]. With :math:`\alpha` the temperature, :math:`Q` the smaller of the members' values:
+    Actions are in [-1, 1]. Let :math:`\alpha` be the temperature and :math:`Q` the minimum over the critics of the
+    ensemble (the members).
 
-    - ``loss_actor``: :math:`\alpha \log\pi(a|s) - Q(s, a)` for a fresh action ``a``. The actor sees both ends of the
-      transitions in one pass whose statistics normalize it; the critic is held fixed, with its running statistics.
+    - ``loss_actor``: :math:`\alpha \log\pi(a|s) - Q(s, a)` for a fresh action ``a``. The actor processes observations
+      and next observations in one batch and normalizes with the statistics of that batch. The critic is fixed and uses
+      its running statistics.
     - ``loss_temperature``: :math:`\alpha (H - \bar H)`.
-    - ``loss_critic``: cross-entropy of every member with the projection of
-      :math:`r + \gamma^n (1 - terminated)(z - \alpha\log\pi(a'|s'))`, whose probabilities are those that the target
-      member with the smaller value gives to ``(s', a')``; the actor draws ``a'`` with its running statistics. Online
-      and target critic each see both ends in one pass on batch statistics. Terminations end the return, time-outs do
-      not.
+    - ``loss_critic``: cross-entropy of every member with the projected target
+      :math:`r + \gamma^n (1 - terminated)(z - \alpha\log\pi(a'|s'))`. The probabilities of the atoms :math:`z` come
+      from the target member with the smaller value at ``(s', a')``. The actor samples ``a'`` with its running
+      statistics. The online and the target critic each process both observations in one batch and normalize with the
+      statistics of that batch. Terminations end the return, time-outs do not.
 
-    ``forward`` computes all of them from the same parameters. The published update runs the actor and the temperature
-    every second time, steps them, and only then computes the critic's, as ``examples/train_flashsac.py`` does.
-    ``update_target`` averages the target's parameters after each critic step; its statistics move by its own passes.
-    In ``eval()`` mode everything is normalized by running statistics and nothing moves them.
+    ``forward`` computes all of them from the same parameters. The published algorithm updates the actor and the
+    temperature before every second critic update; ``examples/train_flashsac.py`` does the same. Call ``update_target``
+    after each critic step. It averages the parameters of the target; the target's batch-norm statistics follow from its
+    own forward passes. In ``eval()`` mode all networks use running statistics and do not update them.
 
     Outputs: ``loss_actor``, ``loss_bc`` (with ``bc_coeff``), ``loss_temperature``, ``loss_critic``, meant to be
     summed; detached scalars ``entropy`` (nats), ``alpha``, ``q_value`` (mean Q of the fresh actions) and
@@ -285,9 +287,11 @@ class FlashSACLoss(LossMixin, LossModule):
             next_action, next_log_prob = squashed_sample(loc, scale, self._noise(loc))
             action = self._rows(tensordict, [names.action])[0]
             inputs = [*self._both_ends(tensordict, self._critic_groups), torch.cat([action, next_action])]
-            later = self._target.logits(*inputs, batch_stats=self.training, rows=slice(size, None)).log_softmax(-1)
-            smaller = self._target.value(later).argmin(-1).view(-1, 1, 1).expand(-1, 1, later.shape[-1])
-            probs = later.gather(1, smaller).squeeze(1).exp()
+            # Logits [rows, members, bins] at the next observations, which are the second half of the batch.
+            next_logits = self._target.logits(*inputs, batch_stats=self.training, rows=slice(size, None))
+            next_log_probs = next_logits.log_softmax(-1)
+            smaller = self._target.value(next_log_probs).argmin(-1)  # the member with the smaller value, per row
+            probs = next_log_probs[torch.arange(size, device=smaller.device), smaller].exp()
             returns = self._critic.atoms - self.alpha * next_log_prob.unsqueeze(-1)
             targets = torch.where(terminated.bool(), reward, reward + gamma * returns)
             target = project_distribution(probs, targets, self._critic.atoms)

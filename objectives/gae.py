@@ -30,8 +30,9 @@ class GAE(torchrl_value.GAE):
 
     Input: a rollout ``[*B, T]`` whose time dimension is named "time", given as ``time_dim``, or last. Writes
     ``state_value``, ``("next", "state_value")``, ``advantage`` and ``value_target``, each ``[*B, T, c]``. The c value
-    heads are independent columns; rewards and flags of width 1 are shared by all of them. Recurrent critics (with
-    ``is_init`` among their inputs), n-step data, shifted values and parameters passed in take TorchRL's own path.
+    heads are independent columns; rewards and flags of width 1 are shared by all of them. TorchRL's implementation is
+    used for recurrent critics (with ``is_init`` among their inputs), n-step data, shifted values, and calls with
+    ``params``.
 
     Args:
         gamma: discount in [0, 1].
@@ -98,7 +99,7 @@ class GAE(torchrl_value.GAE):
         self._time_axis = self._get_time_dim(time_dim, data)
         self._refuse_flat_columns(data)
         refuse_nonfinite(data, self._inputs(data), time_axis=self._time_axis, absent=self._absent(data))
-        # The parent lends itself the whole critic and then makes all of it trainable, frozen layers too.
+        # TorchRL sets requires_grad on every parameter of the critic when it is done, also on those of frozen layers.
         network = self.value_network
         frozen = [] if network is None else [p for p in network.parameters() if not p.requires_grad]
         try:
@@ -120,9 +121,9 @@ class GAE(torchrl_value.GAE):
         value_net: Any = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         net = self.value_network if value_net is None else value_net
-        own = not (single_call or params is not None or self.skip_existing or "is_init" in net.in_keys)
+        special = single_call or params is not None or self.skip_existing or "is_init" in net.in_keys
         n_step = data.get(self.tensor_keys.steps_to_next_obs, None) is not None
-        if not own or n_step or self.value_chunk_size is not None or self.num_chunks is not None:
+        if special or n_step or self.value_chunk_size is not None or self.num_chunks is not None:
             value, next_value, valid = super()._call_value_nets(
                 data, params, next_params, single_call, value_key, detach_next, vmap_randomness, value_net=value_net
             )
@@ -185,7 +186,8 @@ class GAE(torchrl_value.GAE):
             count, mean, var = merge_moments(
                 adv[..., 0].numel(), own.mean(dims, keepdim=True), own.var(dims, correction=0, keepdim=True)
             )
-            return ((own - mean) / (var * count / (count - 1).clamp_min(1)).sqrt().clamp_min(1e-4)).to(adv.dtype)
+            std = (var * count / (count - 1).clamp_min(1)).sqrt()  # with Bessel's correction, as below
+            return ((own - mean) / std.clamp_min(1e-4)).to(adv.dtype)
         spread = adv.std(dims, keepdim=True) if adv[..., 0].numel() > 1 else torch.zeros_like(adv)
         return (adv - adv.mean(dims, keepdim=True)) / spread.clamp_min(1e-4)
 

@@ -18,7 +18,7 @@ from edenrl.objectives.ppo import PPOLoss
 
 __all__ = ["GRPOLoss", "GroupRelativeAdvantage"]
 
-# Spread below this many units of rounding, relative to the sum of the rewards' magnitudes, is no spread.
+# A standard deviation counts as zero below this many float epsilons, times the return of the absolute rewards.
 _ROUNDING_UNITS = 32
 
 
@@ -32,13 +32,14 @@ class GroupRelativeAdvantage(TensorDictModuleBase):
     like a termination, and so does the end of the rollout.
 
     A step counts (``group_mask``) up to and including the first ``done`` of its row, after which a row has left the
-    state it shared with its group; with ``truncate_at_first_done=False`` every step counts. Steps that do not count
-    have advantage 0, as has a member alone. So has, exactly, a group whose members agree to rounding: their spread
-    could exceed a small ``eps`` and turn noise into advantages near 1.
+    state it shared with its group; with ``truncate_at_first_done=False`` every step counts. The advantage is 0 for
+    steps that do not count, and for a member that is the only one at its step. It is also exactly 0 if the returns of a
+    group differ only by rounding errors, because dividing by a tiny standard deviation would turn these into advantages
+    near 1.
 
-    A NaN reward is taken as missing, say from a simulation that broke down in one row: the steps of that episode whose
-    return contains it do not count, the rest of the group goes on without them, and ``metrics`` counts it. No NaN thus
-    reaches the loss. An infinite reward, or a rollout in which no step is left, is refused.
+    A NaN reward is treated as missing, for example when the simulation of one row has failed. Steps whose return
+    contains it do not count; the other members are compared without them. ``metrics`` counts NaN rewards. Therefore no
+    NaN reaches the loss. An infinite reward, or a rollout in which no step is left, is refused.
 
     Input: a rollout ``[N, T]`` from one collection with ``("next", "reward")`` and ``("next", "done")``, each
     ``[N, T, 1]``. Writes ``advantage``, ``group_return`` (``G``; zero where it is unknown) and ``group_mask`` (bool),
@@ -99,7 +100,7 @@ class GroupRelativeAdvantage(TensorDictModuleBase):
         reward, done = (tensordict.get(key).squeeze(-1) for key in self.in_keys)
         returns, size = self._returns(reward, done)
         known = ~returns.isnan()
-        ended = done.cumsum(1) > done.long()  # at an earlier step
+        ended = done.cumsum(1) > done.long()  # whether the row was done at an earlier step
         counts = known & ~ended if self.truncate_at_first_done else known
         self._refuse_useless(reward, counts)
         returns = returns.where(known, 0.0)
@@ -114,8 +115,9 @@ class GroupRelativeAdvantage(TensorDictModuleBase):
 
         Returns:
             ``group/return``, the mean (discounted) return of the rows from their first step; ``group/zero_spread``, the
-            share of all pairs of group and step with some member that counts in which every advantage is zero, so that
-            nothing is learned from them; ``group/counted``, the share of steps that count; ``group/nan_rewards``.
+            fraction of (group, step) pairs in which every advantage is zero, so that nothing is learned, among the
+            pairs with at least one member that counts; ``group/counted``, the share of steps that count;
+            ``group/nan_rewards``.
         """
         advantage, returns, counts = (tensordict.get(key).squeeze(-1) for key in self.out_keys)
         shape = (-1, self.group_size, advantage.shape[-1])
@@ -134,7 +136,7 @@ class GroupRelativeAdvantage(TensorDictModuleBase):
         pair = torch.stack([reward, reward.abs()])
         steps, following = [], torch.zeros_like(pair[..., 0])
         for t in reversed(range(reward.shape[1])):
-            # where, not a product: a NaN after the end of an episode must not reach it.
+            # torch.where instead of a product: the next episode may start with a NaN, and NaN * 0 is NaN.
             following = pair[..., t] + self.gamma * torch.where(done[:, t], 0.0, following)
             steps.append(following)
         returns, size = torch.stack(steps[::-1], -1)
@@ -164,7 +166,7 @@ class GroupRelativeAdvantage(TensorDictModuleBase):
 
     def _refuse_useless(self, reward: Tensor, counts: Tensor) -> None:
         infinite = reward.isinf()
-        # One host read when all is well.
+        # If nothing is wrong, only one boolean is copied to the CPU.
         if not bool(infinite.any() | ~counts.any()):
             return
         if not bool(infinite.any()):
@@ -199,9 +201,9 @@ def _require_reference(module: nn.Module, state: Mapping[str, Any], prefix: str,
         key.startswith(f"{prefix}reference.") for key in state
     ):
         raise ValueError(
-            "The state has no reference policy (no entry 'reference.*'), which kl_coeff > 0 needs: with the current "
-            "policy in its place the penalty would pull towards something else. Load a state that was saved with "
-            "kl_coeff > 0, or build the GRPOLoss with kl_coeff=0."
+            "The state has no reference policy (no entry 'reference.*'), which kl_coeff > 0 needs. The current policy "
+            "cannot replace it, because the penalty would then pull towards another policy. Load a state that was "
+            "saved with kl_coeff > 0, or build the GRPOLoss with kl_coeff=0."
         )
 
 
@@ -214,15 +216,16 @@ class GRPOLoss(PPOLoss):
     ``log pi`` only.
 
     The reference policy is a frozen copy of the policy at construction. It lives in buffers, so it is part of
-    ``state_dict`` and of no optimizer; ``loss.reference`` is the module, to be checkpointed where the policy is
-    checkpointed apart from its loss.
+    ``state_dict`` and of no optimizer; ``loss.reference`` is the module. If you checkpoint the policy without the loss,
+    checkpoint it, too.
 
     Outputs: ``loss_objective``, ``loss_entropy``, ``loss_kl`` (when ``kl_coeff`` is positive) and ``loss_action_bound``
     (when its coefficient is), weighted and meant to be summed; the other entries are detached scalars: ``kl``
     (KL(old || new), see ``PPOLoss``), ``kl_reference`` (the penalty before its coefficient), ``entropy`` and so on.
 
     Args:
-        actor_network: probabilistic actor; Gaussian ones must have stored ``loc`` and ``scale``.
+        actor_network: probabilistic actor. If it is Gaussian, the data must hold its ``loc`` and ``scale`` from
+            collection.
         clip_epsilon: clip range of the probability ratio, in (0, 1), or a pair (low, high). Default 0.2.
         entropy_coeff: weight of the entropy bonus. Default 0.
         kl_coeff: weight of the penalty; 0 leaves it and the reference policy out. Default 0.02.
@@ -333,7 +336,7 @@ class GRPOLoss(PPOLoss):
         difference = self._reduce_loss(reference - log_prob, tensordict, reduction="none")
         return difference.exp() - difference - 1
 
-    # Kept on the way through the parent, so that the actor runs once.
+    # The next three methods store what the parent computes, so that the actor runs only once.
     def _get_cur_log_prob(self, tensordict: TensorDictBase, params: Any = None) -> tuple[Any, Any, bool]:
         outputs = super()._get_cur_log_prob(tensordict, params)
         self._kept["log_prob"] = outputs[0]

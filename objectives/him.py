@@ -21,7 +21,7 @@ __all__ = ["HIMEstimatorLoss", "HIMLoss"]
 
 
 class HIMEstimatorLoss(LossMixin, LossModule):
-    r"""Trains a ``HIMEstimator``: its velocity on the true one, its latent to name the same prototype as what follows.
+    r"""Losses of a ``HIMEstimator``: velocity regression, and swapped prototype prediction (SwAV) for the latent.
 
     ``loss_estimation`` is the mean squared error of the velocity that the history gives against the one in the *next*
     critic observation. ``loss_swap`` is ``-0.5 mean(q_s log p_t + q_t log p_s)`` over batch and prototypes: ``q`` are
@@ -31,11 +31,12 @@ class HIMEstimatorLoss(LossMixin, LossModule):
     The next critic observation of an episode that ended must be its true last one. Assignments are balanced over the
     samples of one call, whatever its batch shape; with several processes, each balances its own.
 
-    Outputs: ``loss_swap``, ``loss_estimation``; detached scalars: ``velocity_error`` (root mean squared, in the scale
-    of the critic), ``velocity_error_relative`` (the same over the standard deviation of the true velocity; 1 is what a
-    constant achieves), ``prototype_entropy`` (nats, of how often each prototype is a history's best; 0: all choose the
-    same one, log K: all are used) and ``latent_variance`` (of the histories' latents, summed over entries; 0:
-    collapsed).
+    Outputs: ``loss_swap``, ``loss_estimation``. Detached scalars: ``velocity_error`` is the root mean square error in
+    the scale of the critic observation. ``velocity_error_relative`` divides it by the standard deviation of the true
+    velocity; a constant prediction achieves 1. ``prototype_entropy`` is the entropy, in nats, of how often each
+    prototype has the highest score for a history; 0 means that all histories choose the same prototype, log K that all
+    prototypes are used equally. ``latent_variance`` is the variance of the history latents, summed over entries; 0
+    means collapse.
 
     Args:
         estimator: the estimator, kept as it is (no functional copy).
@@ -214,7 +215,7 @@ class HIMLoss(PPOLoss):
                 )
             if not {self.tensor_keys.loc, self.tensor_keys.scale} <= set(actor_network.out_keys):
                 raise ValueError(
-                    f"The symmetry of actions is that of a Gaussian's mean; this actor writes "
+                    f"HIMLoss mirrors the mean of a Gaussian policy; this actor writes "
                     f"{actor_network.out_keys}, not 'loc' and 'scale'. Leave mirrors out."
                 )
 
@@ -244,7 +245,7 @@ class HIMLoss(PPOLoss):
     def _log_weight(self, tensordict: TensorDictBase, adv_shape: torch.Size) -> tuple[Tensor, Any, Tensor, Any]:
         outputs = super()._log_weight(tensordict, adv_shape)
         parameters = self._gaussian_parameters(outputs[1])
-        # Kept for the symmetry, so that the actor runs once on what was observed.
+        # Stored for the symmetry terms, so that the actor runs only once on the observations.
         self._loc = None if parameters is None else parameters[0]
         return outputs
 
@@ -259,7 +260,7 @@ class HIMLoss(PPOLoss):
             dist = self.actor_network.get_dist(self._mirrored(tensordict, self.actor_network.in_keys))
         mirrored = self._gaussian_parameters(dist)
         if self._loc is None or mirrored is None:
-            raise ValueError(f"The symmetry of actions needs a Gaussian policy, got {type(dist).__name__}.")
+            raise ValueError(f"HIMLoss mirrors the mean of a Gaussian policy, got {type(dist).__name__}.")
         image = self.mirrors["action"].to(self._loc.device)(self._loc)
         squares = (mirrored[0] - image).square().sum(-1)
         out.set("loss_actor_symmetry", self._reduce_loss(self.symmetry_scale * squares, tensordict))

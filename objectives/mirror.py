@@ -1,4 +1,4 @@
-"""A penalty on policies that do not act in mirror images as they do in the originals."""
+"""A loss that penalizes asymmetric policies: mirrored observations should give mirrored actions."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class MirrorLoss(LossMixin, LossModule):
         super().__init__(reduction=reduction)
         self.actor_network = actor_network
         self.register_coeff_buffer("symmetry_coeff", float(symmetry_coeff))
-        # In a dict and a tuple, so that they are not registered: they describe the task and are no state.
+        # In a dict and a tuple, so that torch does not register them: they belong to the task, not to the state_dict.
         self._mirrors = {key: mirrors[key] for key in read}
         self._action_mirror = (mirrors[action_key],)
 
@@ -98,7 +98,7 @@ class MirrorLoss(LossMixin, LossModule):
         """Trained parameters: one group, "policy", of those that the mean depends on."""
         parameters = self._trained(self.actor_network)
         like = next(self.actor_network.parameters())
-        # The graph tells: the mean does not depend on the noise, nor, in some policies, on whole parts.
+        # Found by autograd: the mean does not depend on the noise, and in some policies not on whole sub-networks.
         widths = {key: len(mirror.index) for key, mirror in self._mirrors.items()}
         probe = TensorDict({key: like.new_zeros(1, width) for key, width in widths.items()}, batch_size=[1])
         with torch.enable_grad():

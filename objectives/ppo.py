@@ -32,23 +32,27 @@ def gaussian_kl(old_loc: Tensor, old_scale: Tensor, loc: Tensor, scale: Tensor) 
 
 
 class PPOLoss(LossMixin, ClipPPOLoss):
-    r"""TorchRL's ``ClipPPOLoss`` with what training on robots needs beside it.
+    r"""TorchRL's ``ClipPPOLoss`` with exact KL, value clipping, an action bound and complete metrics.
 
-    Differences from the parent: the log-probability of a squashed action is that of the sample before the tanh, which
-    the actor stored as ``pre_squash_action`` (the parent inverts the action, which fails where the tanh saturates);
-    ``kl`` is the exact KL(old || new) for diagonal Gaussians, from the ``loc`` and
-    ``scale`` stored at collection (other policies: the sampled estimate); ``explained_variance`` compares the values
-    stored at collection with their targets; an optional penalty keeps the mean action inside [-1, 1]; the value loss is
-    squared error, clipped, by default; the metrics are scalars for every batch shape; ``out_keys`` lists exactly
-    what is returned; ``parameter_groups`` says what is trained; ``normalize_advantage`` takes its statistics over the
-    mini-batches of all processes that train together.
+    Differences from the parent:
+
+    - the log-probability of a squashed action is computed from the sample before the tanh, which the actor stored as
+      ``pre_squash_action``. The parent inverts the tanh, which fails where it saturates;
+    - ``kl`` is the exact KL(old || new) of diagonal Gaussians, from the ``loc`` and ``scale`` stored at collection. For
+      other policies it is the sampled estimate;
+    - ``explained_variance`` compares the values stored at collection with their targets;
+    - an optional penalty keeps the mean action inside [-1, 1];
+    - the value loss is by default a clipped squared error;
+    - metrics are scalars for every batch shape, and ``out_keys`` lists exactly what is returned;
+    - ``parameter_groups`` names the trained parameters;
+    - ``normalize_advantage`` takes its statistics over the mini-batches of all processes that train together.
 
     Outputs: ``loss_objective``, ``loss_critic``, ``loss_entropy`` and ``loss_action_bound`` (when its coefficient is
     positive), weighted and meant to be summed; the other entries are detached scalars.
 
     Args:
-        actor_network: probabilistic actor; Gaussian ones must have stored ``loc`` and ``scale``, squashed ones from
-            ``gaussian_actor`` also ``pre_squash_action``.
+        actor_network: probabilistic actor. If it is Gaussian, the data must hold its ``loc`` and ``scale`` from
+            collection; for a squashed one from ``gaussian_actor`` also ``pre_squash_action``.
         critic_network: writes ``state_value``; ``None`` trains the policy alone.
         clip_epsilon: clip range of the probability ratio, in (0, 1), or a pair (low, high).
         entropy_coeff: weight of the entropy bonus.
@@ -64,8 +68,8 @@ class PPOLoss(LossMixin, ClipPPOLoss):
     Raises:
         ValueError: for a clip range outside (0, 1), a negative coefficient, ``separate_losses`` without ``functional``,
             or an advantage that is not ``[*batch, 1]``.
-        KeyError: for a batch without "advantage". The parent would estimate it there, wrongly for shuffled
-            mini-batches; run ``GAE`` on the whole rollout first.
+        KeyError: for a batch without "advantage". Run ``GAE`` on the whole rollout first. The parent would compute the
+            advantage from the mini-batch, which is wrong when it is shuffled.
 
     Source: Schulman et al. 2017, arXiv:1707.06347; value clipping and adaptive KL as in rsl_rl.
 
@@ -120,7 +124,7 @@ class PPOLoss(LossMixin, ClipPPOLoss):
             require(self, "clip_epsilon", clip_epsilon, 0 < clip_epsilon < 1, wanted)
         if kwargs.get("separate_losses") and kwargs.get("functional") is False:
             raise ValueError(
-                "separate_losses=True needs functional=True: otherwise the value loss reaches a shared trunk."
+                "separate_losses=True needs functional=True. Without it the value loss would train a shared trunk."
             )
         super().__init__(
             actor_network,
@@ -139,8 +143,8 @@ class PPOLoss(LossMixin, ClipPPOLoss):
     def _make_in_keys(self) -> list[NestedKey]:
         names = self.tensor_keys
         keys = [*self.actor_network.in_keys, names.advantage]
-        for several in (names.action, names.sample_log_prob):
-            keys += several if isinstance(several, list) else [several]
+        for key in (names.action, names.sample_log_prob):
+            keys += key if isinstance(key, list) else [key]
         if self._is_gaussian:
             keys += [names.loc, names.scale]
         if self._is_squashed:
@@ -195,9 +199,9 @@ class PPOLoss(LossMixin, ClipPPOLoss):
             out.set("kl", out.get("kl_approx") if new is None else self._exact_kl(tensordict, *new))
             if self._has_critic:
                 out.set("explained_variance", self._explained_variance(tensordict))
-        if self._has_critic and out.get("loss_critic").ndim > max(tensordict.ndim, 0) and self.reduction == "none":
-            out.set("loss_critic", out.get("loss_critic").mean(-1))  # several heads, one loss per sample
-        elif self._has_critic and self.reduction == "sum":
+        if self._has_critic and self.reduction == "none" and out.get("loss_critic").ndim > tensordict.ndim:
+            out.set("loss_critic", out.get("loss_critic").mean(-1))  # several value heads, one loss per sample
+        elif self._has_critic and self.reduction == "sum":  # the mean over value heads, the sum over samples
             out.set("loss_critic", out.get("loss_critic") / tensordict.get(self.tensor_keys.value_target).shape[-1])
         if self.action_bound_coeff is not None:
             out.set("loss_action_bound", self._action_bound(tensordict, new))
@@ -247,7 +251,7 @@ class PPOLoss(LossMixin, ClipPPOLoss):
 
     def _log_weight(self, tensordict: TensorDictBase, adv_shape: torch.Size) -> tuple[Tensor, Any, Tensor, Any]:
         outputs = super()._log_weight(tensordict, adv_shape)
-        # Kept for the terms above, so that the actor runs once.
+        # Stored for forward(), so that the actor runs only once.
         self._distribution = outputs[1]
         return outputs
 

@@ -1,4 +1,4 @@
-"""Rapid motor adaptation: PPO on a privileged path, an encoder of the history that imitates it, an estimator."""
+"""Rapid motor adaptation: PPO with privileged observations, and losses of the history encoder and of the estimator."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class LinearRamp(nn.Module):
     Args:
         start: value up to update ``begin``. Default 0.
         end: value from update ``begin + length`` on. Default 0.1.
-        begin: update at which it starts to move. Default 2000.
-        length: updates that the way takes, at least 1. Default 3000.
+        begin: update at which the coefficient starts to change. Default 2000.
+        length: number of updates over which it changes, at least 1. Default 3000.
 
     Raises:
         ValueError: for a negative number, or a length below 1.
@@ -65,23 +65,24 @@ class LinearRamp(nn.Module):
 
 
 class RMALoss(PPOLoss):
-    r"""PPO on the privileged path of an ``RMAActor``, and what prepares the actor to do without it.
+    r"""PPO on the privileged path of an ``RMAActor``, an estimator loss and a regularized privileged latent.
 
     Adds to ``PPOLoss``:
 
     - ``loss_estimator``: mean over batch and entries of ``(estimator(prop) - priv_explicit)^2``. It trains the
       estimator and nothing else; nothing else trains the estimator.
-    - ``loss_priv_reg``: ``ramp * mean |z_priv - z_hist|_2``, which pulls the privileged latent to what the history
-      encoder can tell. The history latent is a constant here; ``RMADaggerLoss`` trains its encoder.
+    - ``loss_priv_reg``: ``ramp * mean |z_priv - z_hist|_2``, which pulls the privileged latent towards the history
+      latent. No gradient reaches the history encoder; ``RMADaggerLoss`` trains it.
 
     and the detached scalars ``latent_distance`` (``mean |z_priv - z_hist|_2``) and ``priv_reg_weight`` (the ramp). The
-    surrogate reads the true ``priv_explicit``, whatever composition has acted. Count updates with
-    ``loss.ramp.advance()``, once after those of a rollout by PPO and once after those by DAgger.
+    surrogate reads the true ``priv_explicit``, also when the acting policy has used the estimate. Call
+    ``loss.ramp.advance()`` after the PPO updates on a rollout, and again after the DAgger updates on it.
 
     Args:
         actor_network: a policy of ``rma_policy`` with the privileged latent and the true ``priv_explicit``.
         critic_network: writes ``state_value``; ``None`` trains the policy alone.
-        ramp: the weight of ``loss_priv_reg``. Default: a ``LinearRamp()``, from 0 to 0.1 after update 2000 in 3000.
+        ramp: the weight of ``loss_priv_reg``. Default: ``LinearRamp()``, 0 for 2000 updates, then rising to 0.1 over
+            3000 updates.
         kwargs: options of ``PPOLoss``.
 
     Raises:
@@ -175,8 +176,8 @@ class RMALoss(PPOLoss):
 class RMADaggerLoss(LossMixin, LossModule):
     r"""Trains the history encoder of an ``RMAActor`` to give the privileged latent: ``mean |z_priv - z_hist|_2``.
 
-    To be used on rollouts that the history latent has driven: the encoder then learns where it leads (DAgger, Ross et
-    al. 2011, arXiv:1011.0686). The privileged latent is a constant here.
+    Use it on rollouts that were collected with the history latent, so that the encoder is trained on the states that it
+    visits itself (DAgger, Ross et al. 2011, arXiv:1011.0686). No gradient reaches the privileged encoder.
 
     Outputs: ``loss_dagger``.
 

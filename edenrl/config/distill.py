@@ -127,7 +127,7 @@ class DepthDistillationConfig(Config):
             specs: observation spec of the environment.
 
         Raises:
-            ValueError: if the parts are not groups of their own, or if there is no group "depth".
+            ValueError: if the parts are not separate groups, or if there is no group "depth".
         """
         published = sorted(specs.keys())
         if teacher.flat is not None or "depth" not in published:

@@ -158,7 +158,7 @@ class FlashSACConfig(Config):
 
 
 class FlashSACRunConfig(RunConfig):
-    """FlashSAC. The run directory receives a table of metrics, checkpoints and a config.json.
+    """FlashSAC. The run directory receives checkpoints, a config.json and a table of metrics.
 
     Give the length of the run in environment steps or in iterations. The policy always stays within the action bounds.
     """

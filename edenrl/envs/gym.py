@@ -43,7 +43,7 @@ class GymVectorEnv(SameStateGroups, GymWrapper):
     ``("next", "terminated")``, ``("next", "truncated")`` ``[N, 1]``. ``("next", ...)`` at the end of an episode is its
     true last observation; ``step_and_maybe_reset`` and collectors then reset just those rows.
 
-    ``set_seed(s)`` gives every sub-environment a seed of its own (``edenrl.envs.spawn_seeds``). Gymnasium's own seeds
+    ``set_seed(s)`` gives every sub-environment its own seed (``edenrl.envs.spawn_seeds``). Gymnasium's own seeds
     ``s + i`` would make vectors of neighbouring seeds share most of their episodes.
 
     With groups (``edenrl.envs.set_group_size``) a full reset seeds the members of each group alike. They then share
@@ -83,7 +83,7 @@ class GymVectorEnv(SameStateGroups, GymWrapper):
     observation_spec: Composite
     action_spec: TensorSpec
 
-    # TorchRL would put a transform of its own around a vector that resets itself.
+    # Otherwise TorchRL wraps a vector that resets itself in its own transform.
     _is_batched = False
 
     def __init__(

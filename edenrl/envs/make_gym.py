@@ -102,7 +102,7 @@ class _QuietSyncVectorEnv(SyncVectorEnv):
 def _make_one(env_id: str | EnvSpec, uses_mujoco: bool, kwargs: dict[str, Any], owner: int) -> gymnasium.Env:
     if os.getpid() != owner:
         # A terminal sends Ctrl-C to every process of a run; its owner decides when this one ends.
-        # SIGTERM is what Gymnasium itself ends it with; a group of its own keeps the one away that is sent to all.
+        # Gymnasium ends it with SIGTERM. A separate process group keeps SIGTERM away that is sent to the whole run.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         if hasattr(os, "setpgid"):
             os.setpgid(0, 0)

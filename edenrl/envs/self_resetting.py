@@ -365,7 +365,7 @@ class SelfResettingEnv(EnvBase):
             warn_once(message)
 
     def _refuse_nonfinite(self, *data: Mapping[Any, Any] | TensorDictBase) -> None:
-        """Counts rows that are not finite, on the device; the host looks where looking is free."""
+        """Marks rows that are not finite, on the device. Raises at once only where reading the marks costs nothing."""
         for entries in data:
             leaves = entries.items(True, True) if isinstance(entries, TensorDictBase) else entries.items()
             for key, leaf in leaves:

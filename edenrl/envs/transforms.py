@@ -95,7 +95,7 @@ class FillFinalObservation(Transform):
         for key, entry in entries.items():
             rows = missing.reshape(*done.shape[:-1], *[1] * (entry.dim() - done.dim() + 1))
             next_tensordict.set(key, torch.where(rows, tensordict.get(key), entry))
-        # Reads the host until the first such episode, then never again.
+        # bool(...) copies to the CPU in every step until the first such episode, then never again.
         if not self._said and bool(missing.any()):
             self._said = True
             _log.warning(

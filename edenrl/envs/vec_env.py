@@ -131,7 +131,7 @@ class VecEnvAdapter(SelfResettingEnv):
             time_outs = self._flags("extras['time_outs']", extras["time_outs"])
         else:
             time_outs = torch.zeros_like(done)
-            # Reads the host until the first episode has ended, then never again.
+            # bool(...) copies to the CPU in every step until the first episode has ended, then never again.
             if "time_outs" not in self._said and bool(done.any()):
                 self._say(
                     "time_outs",

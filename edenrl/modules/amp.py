@@ -252,7 +252,7 @@ class AMPReward(TensorDictModuleBase):
                 f"{self.discriminator.frame_dim}), gates and rewards [*batch, 1]; got {tuple(window.shape)}, "
                 f"{tuple(gate.shape)} and {tuple(reward.shape)}."
             )
-        # The reward as well: what is added to it must not hide what it was.
+        # The reward is checked as well, because the sum would no longer show that it was not finite.
         refuse_nonfinite(tensordict, self.in_keys)
         return window, gate, reward
 

@@ -74,7 +74,7 @@ class RMAComposition(nn.Module):
 
     @property
     def privileged_groups(self) -> tuple[NestedKey, ...]:
-        """The entries that a critic reads beside this actor: everything but a history that has a key of its own."""
+        """The entries that a critic reads beside this actor: all of them, except a history under a separate key."""
         keys = [key for name, key in self.keys.items() if name != "history" or self.flat is not None]
         return tuple(dict.fromkeys(keys))
 

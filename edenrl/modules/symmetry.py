@@ -104,8 +104,8 @@ class MirrorAugmentation:
     ``loc`` and ``scale`` are those of the policy at the mirrored observation. Their KL divergence from the policy that
     is optimized therefore measures how far that one has moved, and not how asymmetric it was.
 
-    Doubled before the advantages are estimated, a rollout ``[N, T]`` becomes ``[2N, T]`` and its mirror image gets
-    values and returns of its own; doubled afterwards, it shares those of the original.
+    A rollout ``[N, T]`` becomes ``[2N, T]``. If it is doubled before the advantages are estimated, the mirror image
+    gets its own values and returns. If it is doubled afterwards, the mirror image has those of the original.
 
     Args:
         mirrors: ``SignedPermutation`` per observation key, and one under ``action_key``; those of entries that a batch

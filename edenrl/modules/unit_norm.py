@@ -37,7 +37,7 @@ class UnitLinear(nn.Module):
     Args:
         in_features: width of the input.
         out_features: width of the output.
-        members: ``None`` maps ``(*batch, in_features)``. A number keeps that many maps, each with an input of its own.
+        members: ``None`` maps ``(*batch, in_features)``. A number keeps that many maps, each with its own input.
             Inputs are then ``(members, in_features, batch)``, features before the batch: one product computes all
             members, and the batch norm that follows reads contiguous memory.
 
@@ -93,7 +93,7 @@ class UnitBatchNorm(nn.Module):
         >>> x = torch.tensor([[0.0, 2.0], [2.0, 6.0]])
         >>> norm(x, batch_stats=True).round().tolist()
         [[-1.0, -1.0], [1.0, 1.0]]
-        >>> [round(v, 4) for v in norm.running_mean.tolist()]  # 0.99 of what it was, 0.01 of the batch's
+        >>> [round(v, 4) for v in norm.running_mean.tolist()]  # 0.99 of the old mean, 0.01 of the batch's
         [0.01, 0.04]
     """
 

@@ -74,8 +74,8 @@ class GradientStep:
     """Turns a loss TensorDict into one optimizer step.
 
     A call sums the ``loss_*`` entries, runs one backward, checks that every gradient is finite, clips each parameter
-    group by its own norm, adapts the learning rate and steps. Metrics come back as tensors: move them to the host once
-    per iteration. Of the device each call reads two booleans for the check, and one number more for a KL-adaptive
+    group by its own norm, adapts the learning rate and steps. Metrics come back as tensors: copy them to the CPU
+    once per iteration. Each call copies two booleans to the CPU for the check, and one number for a KL-adaptive
     schedule.
 
     A call is ``backward`` and then ``step``. Call the two apart to accumulate the gradient of several losses, for

@@ -12,7 +12,7 @@ from torchrl.objectives import LossModule
 
 __all__ = ["MuonAdamW"]
 
-# Children of these run side by side, not one after the other: each has a first and a last layer of its own.
+# Children of these run side by side, not one after the other: each has its own first and last layer.
 _PARALLEL = (nn.ModuleDict, LossModule)
 
 
@@ -77,7 +77,7 @@ class MuonAdamW(torch.optim.Optimizer):
     of one optimizer.
 
     Args:
-        networks: one network, several, or a loss that holds them. Each has a first and a last layer of its own, in the
+        networks: one network, several, or a loss that holds them. Each has its own first and last layer, in the
             order in which layers were registered. Each entry of an ``nn.ModuleDict`` counts as a network.
         lr: learning rate of both.
         weight_decay: decoupled weight decay of AdamW.

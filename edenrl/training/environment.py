@@ -51,7 +51,7 @@ def build_env(
 def make_policy(cfg: Any, env: EnvBase) -> ProbabilisticTensorDictSequential:
     """The multi-layer perceptron that ``cfg.algorithm`` describes, for an environment as ``build_env`` returns it.
 
-    A trainer script uses it, or a ``make_policy`` of its own, and ``examples/evaluate.py`` rebuilds a run with that.
+    A trainer script uses this function or defines its own. ``examples/evaluate.py`` rebuilds a run with the same one.
 
     Args:
         cfg: a configuration whose ``algorithm`` has the actor's groups, widths, activation, normalization and noise.

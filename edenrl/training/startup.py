@@ -17,7 +17,7 @@ def setup(cfg: RunConfig) -> torch.device:
     """Seeds Python, NumPy and torch, sets the number of threads and returns the device that ``cfg.device`` means.
 
     Under ``torchrun`` it joins the other processes first. Each process seeds with ``cfg.seed`` plus its rank and takes
-    a GPU of its own, see ``edenrl.distributed``.
+    another GPU, see ``edenrl.distributed``.
 
     Args:
         cfg: the configuration; it reads ``seed``, ``num_threads``, ``device`` and ``process_timeout``.

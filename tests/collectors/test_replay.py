@@ -420,7 +420,7 @@ def test_buffers_in_one_directory_do_not_write_into_each_other(tmp_path):
 def test_too_large_is_refused_with_bytes(monkeypatch):
     monkeypatch.setattr(replay, "free_bytes", lambda *_: 1_000_000)
     # 2 observations, action and reward of 4 bytes, two flags.
-    with pytest.raises(ValueError, match=r"needs 1,800,000,000 bytes \(18 per step\), free are 1,000,000 .* 55,555"):
+    with pytest.raises(ValueError, match=r"needs 1,800,000,000 bytes \(18 per step\), but 1,000,000 .* 55,555"):
         NStepReplayBuffer(100_000_000, n_steps=3).extend(stream(2, 2))
 
 
@@ -451,7 +451,7 @@ def test_free_memory_is_found(tmp_path):
         (lambda b: NStepReplayBuffer(0), "max_size >= 1"),
         (lambda b: NStepReplayBuffer(10, gamma=1.5), "gamma in"),
         (lambda b: NStepReplayBuffer(10, observation_dtype=torch.int8), "floating-point"),
-        (lambda b: NStepReplayBuffer(10, device="cuda", memmap="x"), "leave device='cuda' out"),
+        (lambda b: NStepReplayBuffer(10, device="cuda", memmap="x"), "memmap needs device 'cpu', got 'cuda'"),
         (lambda b: b.extend(stream(2, 3)[0]), r"\[environments, steps\]"),
         (lambda b: b.extend(stream(3, 3)), "2 environments, got 3"),
         (lambda b: NStepReplayBuffer(6, n_steps=3).extend(stream(2, 1)), "leaves 3 steps .* more than n_steps=3"),

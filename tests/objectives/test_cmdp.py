@@ -215,8 +215,8 @@ def grouped(*names):
     ("names", "message"),
     [
         (["task", "style"], r"groups \['style', 'task'\].*lacks \['penalty'\]"),
-        (["task", "style", "penalty", "bonus"], r"does not know \['bonus'\]"),
-        (["task", "styl", "penalty"], r"lacks \['style'\] and does not know \['styl'\]"),
+        (["task", "style", "penalty", "bonus"], r"has the unknown groups \['bonus'\]"),
+        (["task", "styl", "penalty"], r"lacks \['style'\] and has the unknown groups \['styl'\]"),
         ([], r"groups \[\].*lacks \['task', 'style', 'penalty'\]"),
     ],
 )
