@@ -16,7 +16,7 @@ from torchrl.envs import Transform
 from edenrl.collectors.episode_ends import EpisodeEnds, key_name, named_key
 from edenrl.collectors.n_step import differs, n_step_windows
 from edenrl.collectors.reward_normalizer import RewardNormalizer
-from edenrl.collectors.storage_space import free_bytes, own_folder, unannounced
+from edenrl.collectors.storage_space import own_folder, require_space, unannounced
 from edenrl.modules import refuse_nonfinite, several_processes
 
 __all__ = ["NStepReplayBuffer"]
@@ -239,14 +239,15 @@ class NStepReplayBuffer(TensorDictReplayBuffer):
         """Takes the memory for steps like those of ``stored``, or says how much is missing."""
         per_step = stored[0].bytes() / stored.shape[1]
         needed = int(per_step * self._steps_per_env(stored.shape[1]) * stored.shape[1])
-        free = free_bytes(self.device, self.memmap)
-        if free is not None and needed > free:
-            place = "disk space" if self.memmap is not None else f"memory on {self.device}"
-            raise ValueError(
-                f"A replay buffer of {self._storage.max_size:,} steps needs {needed:,} bytes ({per_step:.0f} per "
-                f"step), free are {free:,} bytes of {place}. The largest that fits holds {int(free / per_step):,}; or "
-                "store observations in half the bytes with observation_dtype=torch.bfloat16, or on disk with memmap."
-            )
+        require_space(
+            "A replay buffer",
+            self._storage.max_size,
+            needed,
+            "max_size (buffer_size of a run), store observations in half the bytes with "
+            "observation_dtype=torch.bfloat16 (buffer_dtype), or keep the data on disk with memmap (buffer_dir)",
+            device=self.device,
+            folder=self.memmap,
+        )
         with unannounced():
             self._storage._init(stored[0])
 

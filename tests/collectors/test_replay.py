@@ -17,7 +17,7 @@ from torchrl.data import LazyTensorStorage, OneHot, TensorDictReplayBuffer
 from torchrl.modules import QValueActor
 from torchrl.objectives import DQNLoss
 
-from edenrl.collectors import NStepReplayBuffer, RewardNormalizer, replay, storage_space
+from edenrl.collectors import NStepReplayBuffer, RewardNormalizer, storage_space
 from edenrl.training.checkpoint import Checkpoints
 
 GOLDEN = "flashsac_data"
@@ -398,7 +398,7 @@ def test_buffers_in_one_directory_do_not_write_into_each_other(tmp_path):
 
 
 def test_too_large_is_refused_with_bytes(monkeypatch):
-    monkeypatch.setattr(replay, "free_bytes", lambda *_: 1_000_000)
+    monkeypatch.setattr(storage_space, "free_bytes", lambda *_: 1_000_000)
     # 2 observations, action and reward of 4 bytes, two flags.
     with pytest.raises(ValueError, match=r"needs 1,800,000,000 bytes \(18 per step\), free are 1,000,000 .* 55,555"):
         NStepReplayBuffer(100_000_000, n_steps=3).extend(stream(2, 2))
