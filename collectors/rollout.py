@@ -111,19 +111,24 @@ class Collector(ClosingCollector, collectors.Collector):
 
     def state_dict(self) -> OrderedDict[str, Any]:
         """Counters, transforms, simulation state and the carried step."""
-        return OrderedDict(
+        state: OrderedDict[str, Any] = OrderedDict(
             frames=self._frames,
             iter=self._iter,
             trajectories=self._traj_pool.state_dict() if self.track_traj_ids else None,
             **env_state_dict(self.env),
             carrier=self._carrier.clone().to_dict(),
         )
+        if self.policy_version_tracker is not None:
+            state["policy_version"] = self.policy_version
+        return state
 
     def load_state_dict(self, state_dict: OrderedDict[str, Any], **kwargs: Any) -> None:
         """Restores ``state_dict``; the next batch continues where the saved collector stopped."""
         self._frames, self._iter = state_dict["frames"], state_dict["iter"]
         if self.track_traj_ids:
             self._traj_pool.load_state_dict(state_dict["trajectories"])
+        if self.policy_version_tracker is not None and "policy_version" in state_dict:
+            self.policy_version_tracker.version = state_dict["policy_version"]
         if not load_env_state_dict(self.env, state_dict):
             # The carried step belongs to episodes that are lost: keep the fresh reset, under new trajectory ids.
             if self.track_traj_ids:

@@ -192,3 +192,19 @@ def test_a_with_block_shuts_a_collector_down(num_envs, error):
                 raise error
     assert env.is_closed and collector.closed
     collector.shutdown()  # again does nothing
+
+
+@pytest.mark.parametrize("updates", [1, 6])
+def test_the_version_of_the_policy_is_part_of_the_state(updates):
+    def collect(seed):
+        env, actor = PointMass(2, seed=seed), gaussian_actor({"observation": 14}, 2, hidden=(4,))
+        return Collector(wrap_env(env), actor, frames_per_batch=8, total_frames=-1, track_policy_version=True)
+
+    collector, other = collect(1), collect(2)
+    take(collector, 1)
+    for _ in range(updates):
+        collector.update_policy_weights_()
+    other.load_state_dict(collector.state_dict())
+    assert other.policy_version == collector.policy_version == updates
+    expected, found = (take(each, 1)[0]["policy_version"] for each in (collector, other))
+    assert torch.equal(found, expected) and (found[:, -1] == updates).all()
