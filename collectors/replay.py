@@ -21,6 +21,8 @@ from edenrl.modules import refuse_nonfinite, several_processes
 
 __all__ = ["NStepReplayBuffer"]
 
+# Options of TorchRL's class that have no meaning here, because this buffer does without the parts that they choose.
+_FIXED = {"storage", "sampler", "writer", "collate_fn", "priority_key", "dim_extend", "delayed_init"}
 _REWARD, _TERMINATED, _TRUNCATED = ("next", "reward"), ("next", "terminated"), ("next", "truncated")
 
 
@@ -60,6 +62,7 @@ class NStepReplayBuffer(TensorDictReplayBuffer):
             ``observation_dtype`` cannot hold, entries that are NaN, infinite or beyond 1e18,
             or a buffer that the free memory (or disk) cannot, with the number of bytes, before it is allocated.
         RuntimeError: for sampling before a window is complete.
+        TypeError: for a sampler, storage or writer of one's own.
 
     Examples:
         >>> from edenrl.collectors import Collector
@@ -97,6 +100,8 @@ class NStepReplayBuffer(TensorDictReplayBuffer):
             raise ValueError(f"observation_dtype must be a floating-point type, got {observation_dtype}.")
         if memmap is not None and torch.device(device).type != "cpu":
             raise ValueError(f"memmap keeps the data on disk; leave device={str(device)!r} out and move the samples.")
+        if refused := sorted(_FIXED & kwargs.keys()):
+            raise TypeError(f"NStepReplayBuffer stores and draws steps in its own way; leave {refused} out.")
         self.n_steps, self.gamma, self.memmap, self.save_data = n_steps, gamma, memmap, save_data
         self.observations, self.action_key = [unravel_key(key) for key in observations], unravel_key(action_key)
         self.observation_dtype, self.device = observation_dtype, torch.device(device)
@@ -172,6 +177,10 @@ class NStepReplayBuffer(TensorDictReplayBuffer):
     def add(self, data: TensorDictBase) -> int:
         """Not supported: a single step has no row to belong to."""
         raise TypeError("NStepReplayBuffer takes whole collector batches [N, T]: use extend.")
+
+    def set_sampler(self, sampler: Any) -> None:
+        """Not supported: windows are drawn uniformly."""
+        raise TypeError("NStepReplayBuffer draws windows uniformly itself and takes no sampler.")
 
     def _stored_part(self, data: TensorDictBase) -> TensorDictBase:
         """The entries that the buffer reads, with ``truncated`` set at every end that is no termination."""
