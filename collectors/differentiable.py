@@ -13,6 +13,7 @@ from torchrl.envs import EnvBase
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from edenrl.collectors.resume import env_state_dict, load_env_state_dict, load_step, simulator_of
+from edenrl.collectors.storage_space import require_rollout_space
 from edenrl.envs import DifferentiableEnv, RolloutPlan, ScheduledEnv
 from edenrl.envs.self_resetting import add_metrics, recorded_metrics
 
@@ -122,8 +123,8 @@ class DifferentiableCollector:
         action_key: the action the policy writes. Default "action".
 
     Raises:
-        ValueError: an environment without ``detach_state``, ``steps`` below 1, or a scheduled environment without
-            ``reset_at_each_iter``.
+        ValueError: an environment without ``detach_state``, ``steps`` below 1, a scheduled environment without
+            ``reset_at_each_iter``, or a rollout that does not fit the free memory.
         RuntimeError: when collecting without autograd, or from a policy or an environment that cuts the graph.
 
     Source: the differentiable trainer of EmbodiChain, which has adjoint clipping and segments.
@@ -165,6 +166,7 @@ class DifferentiableCollector:
                 f"{name} schedules complete rollouts (it has prepare_rollout). Pass reset_at_each_iter=True and use "
                 "mode='complete'."
             )
+        require_rollout_space(env, env.batch_size.numel() * steps)
         self.env, self.policy, self.steps = env, policy, steps
         self.reset_at_each_iter, self.action_key = reset_at_each_iter, action_key
         self.exploration_type = exploration_type

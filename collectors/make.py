@@ -21,10 +21,11 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 from torchrl.checkpoint import GlobalRNGState
-from torchrl.collectors import BaseCollector, MultiSyncCollector
+from torchrl.collectors import MultiSyncCollector
 from torchrl.envs import EnvBase
 
-from edenrl.collectors.rollout import Collector, needs_primers
+from edenrl.collectors.rollout import ClosingCollector, Collector, needs_primers
+from edenrl.collectors.storage_space import require_rollout_space
 from edenrl.modules import several_processes
 
 __all__ = ["make_collector"]
@@ -41,15 +42,16 @@ def make_collector(
     worker_env: Callable[[int], EnvBase] | None = None,
     num_workers: int = 1,
     seed: int = 0,
-) -> BaseCollector:
-    """Builds an on-policy collector that yields ``[N, T]`` for ever.
+) -> ClosingCollector:
+    """Builds an on-policy collector that yields ``[N, T]`` for ever. A ``with`` block shuts it down.
 
     The N rows are in a fixed order, the workers' rows one after another. Workers receive the learner's parameters and
     statistics before each batch. Each worker has its own random state. Workers ignore Ctrl-C and end with the learner.
     They resume bit for bit from ``state_dict`` under the same conditions as ``edenrl.collectors.Collector``.
 
     Args:
-        env: the environment that "single" steps; otherwise unused.
+        env: the environment that "single" steps. With workers it may be None; if given, its specs tell whether a
+            rollout fits the memory.
         policy: acts; workers get copies on the CPU.
         frames_per_batch: N * T.
         kind: "single" (``Collector``), "multi_sync" (TorchRL's ``MultiSyncCollector``: processes of this machine) or
@@ -61,13 +63,13 @@ def make_collector(
 
     Raises:
         ValueError: for an unknown kind, workers without ``worker_env``, workers under ``torchrun``, frames that do not
-            split, or more Ray workers than the cluster has CPUs.
+            split, a rollout that does not fit the free memory, or more Ray workers than the cluster has CPUs.
         ImportError: for "ray" when it is not installed.
 
     Examples:
         >>> from edenrl.envs import make_env
-        >>> collector = make_collector(make_env("PointMass", 4, seed=0), None, frames_per_batch=32)
-        >>> next(iter(collector)).batch_size
+        >>> with make_collector(make_env("PointMass", 4, seed=0), None, frames_per_batch=32) as collector:
+        ...     print(next(iter(collector)).batch_size)
         torch.Size([4, 8])
     """
     if kind == "single":
@@ -83,6 +85,8 @@ def make_collector(
         )
     if frames_per_batch % num_workers:
         raise ValueError(f"frames_per_batch={frames_per_batch} does not split over num_workers={num_workers}.")
+    if env is not None:
+        require_rollout_space(env, frames_per_batch, torch.device("cpu"))
     workers = range(num_workers)
     makers: list[Maker] = [partial(_seeded, worker_env, seed + worker, worker) for worker in workers]
     build = _multi_sync if kind == "multi_sync" else _ray
@@ -129,7 +133,7 @@ class _Worker(Collector):
         GlobalRNGState().load_state_dict(state["rng"])
 
 
-class _MultiSync(MultiSyncCollector):
+class _MultiSync(ClosingCollector, MultiSyncCollector):
     """Adds to TorchRL's error which worker failed."""
 
     def iterator(self) -> Iterator[TensorDictBase]:
@@ -149,7 +153,7 @@ class _MultiSync(MultiSyncCollector):
 _CPU: dict[str, Any] = {name: "cpu" for name in ("policy_device", "env_device", "storing_device")}
 
 
-def _multi_sync(makers: list[Maker], policy: Any, frames: int) -> BaseCollector:
+def _multi_sync(makers: list[Maker], policy: Any, frames: int) -> ClosingCollector:
     return _MultiSync(
         makers,
         policy,
@@ -170,11 +174,14 @@ def _join(batches: TensorDictBase) -> TensorDictBase:
     return batches.flatten(0, 1)
 
 
-def _ray(makers: list[Maker], policy: Any, frames: int) -> BaseCollector:
+def _ray(makers: list[Maker], policy: Any, frames: int) -> ClosingCollector:
     if importlib.util.find_spec("ray") is None:
         raise ImportError('--collector ray needs the ray package, which is not installed: pip install "edenrl[ray]"')
     import ray
     from torchrl.collectors.distributed import RayCollector
+
+    class Ray(ClosingCollector, RayCollector):
+        pass
 
     options: dict[str, Any] = dict(
         address=os.environ.get("RAY_ADDRESS"),
@@ -193,7 +200,7 @@ def _ray(makers: list[Maker], policy: Any, frames: int) -> BaseCollector:
             f"--num_workers {len(makers)} Ray actors need as many CPUs, the cluster has {cpus}. Set --num_workers "
             f"{cpus} or fewer, or RAY_ADDRESS to a larger cluster."
         )
-    collector = RayCollector(
+    collector = Ray(
         makers,
         policy,
         frames_per_batch=frames,

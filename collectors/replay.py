@@ -17,11 +17,13 @@ from edenrl._files import disk_space
 from edenrl.collectors.episode_ends import EpisodeEnds, key_name, named_key
 from edenrl.collectors.n_step import differs, n_step_windows
 from edenrl.collectors.reward_normalizer import RewardNormalizer
-from edenrl.collectors.storage_space import free_bytes, own_folder, reserve, unannounced
+from edenrl.collectors.storage_space import own_folder, require_space, reserve, unannounced
 from edenrl.modules import refuse_nonfinite, several_processes
 
 __all__ = ["NStepReplayBuffer"]
 
+# Options of TorchRL's class that have no meaning here, because this buffer does without the parts that they choose.
+_FIXED = {"storage", "sampler", "writer", "collate_fn", "priority_key", "dim_extend", "delayed_init"}
 _REWARD, _TERMINATED, _TRUNCATED = ("next", "reward"), ("next", "terminated"), ("next", "truncated")
 
 
@@ -61,6 +63,7 @@ class NStepReplayBuffer(TensorDictReplayBuffer):
             fit ``observation_dtype``, entries that are NaN, infinite or beyond 1e18, or a buffer that does not fit the
             free memory (or disk). The latter is checked before allocation; the message gives the number of bytes.
         RuntimeError: for sampling before a window is complete.
+        TypeError: for a sampler, storage or writer of one's own.
 
     Examples:
         >>> from edenrl.collectors import Collector
@@ -98,6 +101,8 @@ class NStepReplayBuffer(TensorDictReplayBuffer):
             raise ValueError(f"observation_dtype must be a floating-point type, got {observation_dtype}.")
         if memmap is not None and torch.device(device).type != "cpu":
             raise ValueError(f"memmap needs device 'cpu', got {str(device)!r}. Move the samples to the device instead.")
+        if refused := sorted(_FIXED & kwargs.keys()):
+            raise TypeError(f"NStepReplayBuffer stores and draws steps in its own way; leave {refused} out.")
         self.n_steps, self.gamma, self.memmap, self.save_data = n_steps, gamma, memmap, save_data
         self.observations, self.action_key = [unravel_key(key) for key in observations], unravel_key(action_key)
         self.observation_dtype, self.device = observation_dtype, torch.device(device)
@@ -174,6 +179,10 @@ class NStepReplayBuffer(TensorDictReplayBuffer):
         """Not supported, because a single step does not say which environment it comes from."""
         raise TypeError("NStepReplayBuffer takes whole collector batches [N, T]: use extend.")
 
+    def set_sampler(self, sampler: Any) -> None:
+        """Not supported: windows are drawn uniformly."""
+        raise TypeError("NStepReplayBuffer draws windows uniformly itself and takes no sampler.")
+
     def _stored_part(self, data: TensorDictBase) -> TensorDictBase:
         """The entries that the buffer reads, with ``truncated`` set at every end that is no termination."""
         keys = [*self.observations, self.action_key]
@@ -240,15 +249,15 @@ class NStepReplayBuffer(TensorDictReplayBuffer):
         """Takes the memory for steps like those of ``stored``, or says how much is missing."""
         per_step = stored[0].bytes() / stored.shape[1]
         needed = int(per_step * self._steps_per_env(stored.shape[1]) * stored.shape[1])
-        free = free_bytes(self.device, self.memmap)
-        if free is not None and needed > free:
-            place = "disk space" if self.memmap is not None else f"memory on {self.device}"
-            raise ValueError(
-                f"A replay buffer of {self._storage.max_size:,} steps needs {needed:,} bytes ({per_step:.0f} per "
-                f"step), but {free:,} bytes of {place} are free. At most {int(free / per_step):,} steps fit. Lower "
-                "max_size, halve the observations with observation_dtype=torch.bfloat16, or store the buffer on disk "
-                "with memmap."
-            )
+        require_space(
+            "A replay buffer",
+            self._storage.max_size,
+            needed,
+            "max_size (buffer_size of a run), store observations in half the bytes with "
+            "observation_dtype=torch.bfloat16 (buffer_dtype), or keep the data on disk with memmap (buffer_dir)",
+            device=self.device,
+            folder=self.memmap,
+        )
         with unannounced():
             self._storage._init(stored[0])
         if self.memmap is not None:

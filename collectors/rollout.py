@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Self
 
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torchrl import collectors
 from torchrl.modules.utils import get_primers_from_module
 
 from edenrl.collectors.resume import env_state_dict, load_env_state_dict
+from edenrl.collectors.storage_space import require_rollout_space
 from edenrl.envs.self_resetting import add_metrics, recorded_metrics
 
 __all__ = ["Collector"]
@@ -28,7 +29,17 @@ def needs_primers(policy: Any) -> bool:
     return isinstance(policy, nn.Module) and get_primers_from_module(policy, warn=False) is not None
 
 
-class Collector(collectors.Collector):
+class ClosingCollector(collectors.BaseCollector):
+    """A TorchRL collector that a ``with`` block shuts down, however the block ends."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.shutdown()
+
+
+class Collector(ClosingCollector, collectors.Collector):
     """TorchRL's ``Collector`` with a ``state_dict`` from which a run continues bit for bit.
 
     TorchRL restores counters and transforms, but resets every environment. This class also saves the current step and
@@ -39,12 +50,16 @@ class Collector(collectors.Collector):
     It also warns, once, when the first twenty episodes all ended by termination and at the same length. That is
     probably a time limit that is declared as a termination, and then nothing is bootstrapped at its end.
 
-    Takes the arguments of TorchRL's class and yields ``[*env.batch_size, T]``.
+    Takes the arguments of TorchRL's class and yields ``[*env.batch_size, T]``. A ``with`` block shuts it down.
+
+    Raises:
+        ValueError: for a rollout that does not fit the free memory, with the number of bytes, before it is collected.
 
     Examples:
         >>> from edenrl.envs import make_env
-        >>> collector = Collector(make_env("PointMass", 4, seed=0), None, frames_per_batch=32, total_frames=-1)
-        >>> next(iter(collector)).batch_size
+        >>> env = make_env("PointMass", 4, seed=0)
+        >>> with Collector(env, None, frames_per_batch=32, total_frames=-1) as collector:
+        ...     print(next(iter(collector)).batch_size)
         torch.Size([4, 8])
     """
 
@@ -54,6 +69,11 @@ class Collector(collectors.Collector):
         kwargs.setdefault("auto_register_policy_transforms", needs_primers(policy))
         self._first_lengths: list[int] | None = []
         super().__init__(create_env_fn, policy, **kwargs)
+
+    def _maybe_make_final_rollout(self, make_rollout: bool) -> None:
+        if make_rollout:
+            require_rollout_space(self.env, self.requested_frames_per_batch, self.storing_device)
+        super()._maybe_make_final_rollout(make_rollout)
 
     def rollout(self) -> TensorDictBase | None:
         """Collects one batch; see TorchRL's class. Metrics that no spec declares are added, NaN before they come."""
@@ -93,19 +113,24 @@ class Collector(collectors.Collector):
 
     def state_dict(self) -> OrderedDict[str, Any]:
         """Counters, transforms, simulation state and the carried step."""
-        return OrderedDict(
+        state: OrderedDict[str, Any] = OrderedDict(
             frames=self._frames,
             iter=self._iter,
             trajectories=self._traj_pool.state_dict() if self.track_traj_ids else None,
             **env_state_dict(self.env),
             carrier=self._carrier.clone().to_dict(),
         )
+        if self.policy_version_tracker is not None:
+            state["policy_version"] = self.policy_version
+        return state
 
     def load_state_dict(self, state_dict: OrderedDict[str, Any], **kwargs: Any) -> None:
         """Restores ``state_dict``; the next batch continues where the saved collector stopped."""
         self._frames, self._iter = state_dict["frames"], state_dict["iter"]
         if self.track_traj_ids:
             self._traj_pool.load_state_dict(state_dict["trajectories"])
+        if self.policy_version_tracker is not None and "policy_version" in state_dict:
+            self.policy_version_tracker.version = state_dict["policy_version"]
         if not load_env_state_dict(self.env, state_dict):
             # The carried step belongs to episodes that are lost: keep the fresh reset, under new trajectory ids.
             if self.track_traj_ids:

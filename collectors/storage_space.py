@@ -1,4 +1,4 @@
-"""Where a large buffer may lie: how many bytes are free, and a folder that no other buffer uses."""
+"""Where large data may lie: whether it fits, and a folder that no other buffer uses."""
 
 from __future__ import annotations
 
@@ -13,10 +13,66 @@ from pathlib import Path
 
 import torch
 from torchrl._utils import logger as torchrl_logger
+from torchrl.envs import EnvBase
 
 from edenrl.modules import several_processes
 
-__all__ = ["free_bytes", "own_folder", "reserve", "unannounced"]
+__all__ = ["free_bytes", "own_folder", "require_rollout_space", "require_space", "reserve", "unannounced"]
+
+
+def require_space(
+    what: str,
+    count: int,
+    needed: float,
+    advice: str,
+    *,
+    unit: str = "step",
+    device: torch.device,
+    folder: str | Path | None = None,
+) -> None:
+    """Refuses data that is larger than what is free, before any of it is allocated.
+
+    Args:
+        what: names the data.
+        count: how many units it holds.
+        needed: bytes that they need together.
+        advice: what can be changed; it continues "lower ".
+        unit: what is counted. Default "step".
+        device: where the memory is.
+        folder: if given, the data lies on the disk that holds this folder.
+
+    Raises:
+        ValueError: with the bytes needed and free, and what can be changed.
+    """
+    free = free_bytes(device, folder)
+    if free is None or needed <= free:
+        return
+    each = needed / count
+    place = "disk space" if folder is not None else f"memory on {device}"
+    raise ValueError(
+        f"{what} of {count:,} {unit}s needs {int(needed):,} bytes ({each:.0f} per {unit}), but {free:,} bytes of "
+        f"{place} are free. At most {int(free / each):,} {unit}s fit. Lower {advice}."
+    )
+
+
+def require_rollout_space(env: EnvBase, frames: int, device: torch.device | None = None) -> None:
+    """Refuses a rollout that does not fit, by the specs of its environment, before it is collected.
+
+    What the policy adds and what training needs beside the rollout is not counted.
+
+    Args:
+        env: the environment ``[N]``, with fixed specs.
+        frames: steps of a rollout, all environments together.
+        device: where rollouts are kept. Default: where the environment is.
+
+    Raises:
+        ValueError: with the bytes needed and free, and what can be changed.
+    """
+    rows = max(env.batch_size.numel(), 1)
+    needed = env.fake_tensordict().bytes() / rows * frames
+    place = device or env.device or torch.device("cpu")
+    advice = "num_envs or the steps per batch (frames_per_batch; steps_per_env of a run)"
+    require_space("A rollout", frames, needed, advice, device=torch.device(place))
 
 
 def free_bytes(device: torch.device, folder: str | Path | None) -> int | None:

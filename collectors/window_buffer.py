@@ -9,6 +9,7 @@ from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor
 from torchrl.data import TensorDictReplayBuffer, TensorStorage
 
+from edenrl.collectors.storage_space import require_space
 from edenrl.modules import refuse_nonfinite
 
 __all__ = ["WindowBuffer"]
@@ -27,6 +28,9 @@ class WindowBuffer(TensorDictReplayBuffer):
         seed: seed of the generator. Default 0.
         device: where the windows are kept. Default CPU.
 
+    Raises:
+        ValueError: for a buffer that does not fit the free memory, before it is allocated.
+
     Examples:
         >>> buffer = WindowBuffer(100, window_dim=15, batch_size=8)
         >>> step = {"amp_window": torch.randn(4, 6, 15), "amp_gate": torch.ones(4, 6, 1)}
@@ -39,6 +43,10 @@ class WindowBuffer(TensorDictReplayBuffer):
     def __init__(
         self, capacity: int, window_dim: int, batch_size: int, *, seed: int = 0, device: torch.device | str = "cpu"
     ) -> None:
+        # A window and its index.
+        needed = capacity * (window_dim * torch.get_default_dtype().itemsize + 8)
+        advice = "capacity (window_buffer_size of a run)"
+        require_space("A buffer", capacity, needed, advice, unit="window", device=torch.device(device))
         # Allocated here and not on the first call, so that checkpoints have one layout from the start.
         rows = TensorDict(
             amp_window=torch.zeros(capacity, window_dim, device=device),

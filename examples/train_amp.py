@@ -41,7 +41,8 @@ def main(argv=None):
         step = run.gradient_step(loss)
         with torch.random.fork_rng():  # PPO draws the same random numbers as in a run without a prior
             prior = run.keep(discriminator=Discriminator(motion.frame_dim, **algo.discriminator_options()))
-        add_style = AMPReward(prior, coeff=algo.style_coeff, scale=algo.style_scale)
+        add_style = AMPReward(prior, **algo.style_options(env))
+        returns = run.keep(style_returns=add_style.episode_returns())
         prior_loss = AMPLoss(prior, grad_penalty_coeff=algo.grad_penalty_coeff)
         decayed = prior.optimizer_groups(algo.trunk_weight_decay, algo.head_weight_decay)
         optimizer = run.keep(discriminator_optimizer=make_optimizer("adam", decayed, lr=algo.lr))
@@ -65,15 +66,14 @@ def main(argv=None):
             seen = windows.add_rollout(rollout)
             prior.update_normalization(seen, motion.sample(len(seen)).flatten(1))
             follow_rate(prior_step, step)
-            before, every = step.updates - algo.updates_per_iteration, algo.discriminator_interval
-            due = step.updates // every - before // every  # one discriminator step per `every` steps of PPO
+            due = algo.discriminator_steps(step.updates)
             ready = min(distributed.exchange(len(windows))) > 0  # every process has windows
             for _ in range(due if ready else 0):
                 losses = prior_loss(windows.sample().set("expert_window", motion.sample(size).flatten(1)))
                 metrics = prior_step(losses)
                 run.record(losses, grad_norm_discriminator=metrics["grad_norm_discriminator"])
             warn_if_saturated(run.mean("accuracy"))
-            run.log(add_style.metrics(rollout), {"motion_distance": motion.distance(seen).mean()})
+            run.log(add_style.metrics(rollout), returns(rollout), {"motion_distance": motion.distance(seen).mean()})
 
 
 if __name__ == "__main__":

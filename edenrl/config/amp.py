@@ -47,8 +47,9 @@ class AMPConfig(PPOConfig):
     """Frames per window."""
     style_coeff: NonNegative = 5.0
     """Largest style reward."""
-    style_scale: NonNegative = 0.02
-    """Factor on the style reward when it is added to the reward. 0: nothing is added."""
+    style_scale: NonNegative | Literal["control_dt"] = 0.02
+    """Factor on the style reward when it is added to the reward. 0: nothing is added. control_dt: the control step of
+    the environment in seconds, so that style_coeff is per second."""
     grad_penalty_coeff: NonNegative = 5.0
     """Weight of the discriminator's gradient penalty, computed at expert windows."""
     discriminator_hidden: Annotated[tuple[Count, ...], Field(min_length=1)] = (256, 256)
@@ -63,6 +64,21 @@ class AMPConfig(PPOConfig):
     """Number of the policy's windows kept to train the discriminator."""
     warm_start: Folder | None = None
     """Run directory (plain PPO, for example) that gives the initial policy and critic. None: new networks."""
+
+    def style_options(self, env: Any) -> dict[str, Any]:
+        """Options of ``edenrl.modules.AMPReward`` for an environment, whose ``control_dt`` may be the scale."""
+        scale: float | None = getattr(env, "control_dt", None) if self.style_scale == "control_dt" else self.style_scale
+        if scale is None:
+            raise ValueError(
+                "--algorithm.style_scale control_dt: the environment does not say how long its control step is "
+                "(attribute control_dt). Give the seconds as a number."
+            )
+        return {"coeff": self.style_coeff, "scale": scale}
+
+    def discriminator_steps(self, updates: int) -> int:
+        """Steps that the discriminator owes after an iteration of PPO, which ended with its update ``updates``."""
+        before = updates - self.updates_per_iteration
+        return updates // self.discriminator_interval - before // self.discriminator_interval
 
     def discriminator_options(self) -> dict[str, Any]:
         """Options of ``edenrl.modules.Discriminator``."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -166,7 +166,8 @@ class AMPReward(TensorDictModuleBase):
     Args:
         discriminator: the ``Discriminator``.
         coeff: largest style reward. Default 5.
-        scale: factor on what is added. Default 0.02.
+        scale: factor on what is added. Default 0.02. With the control step in seconds ``coeff`` is per second, and the
+            style return the same at every control rate.
         window_key: windows ``[*batch, K * f]``. Default ``("next", "amp_window")``.
         gate_key: gates ``[*batch, 1]``. Default ``("next", "amp_gate")``.
         reward_key: rewards ``[*batch, 1]``. Default ``("next", "reward")``.
@@ -237,6 +238,27 @@ class AMPReward(TensorDictModuleBase):
         """
         return _StyleTransform(self)
 
+    def episode_returns(self) -> _StyleReturns:
+        """A function of rollouts ``[N, T]``: mean returns of the episodes that ended, as the learner sees them.
+
+        Give it every rollout that ``forward`` has seen, in order: it sums over rollouts, and ``state_dict`` holds the
+        sums of unfinished episodes. It needs ``("next", "done")`` and, from ``edenrl.envs.wrap_env``, ``("next",
+        "step_count")``. It returns two scalars, NaN when no episode ended:
+
+        - ``episode/style_return``: the sum of what was added to the reward;
+        - ``episode/total_return``: the sum of the reward with it.
+
+        Examples:
+            >>> reward = AMPReward(Discriminator(frame_dim=3, hidden=(8,)), scale=1.0)
+            >>> step = {"amp_window": torch.zeros(4, 1, 15), "amp_gate": torch.ones(4, 1, 1)}
+            >>> step |= {"done": torch.ones(4, 1, 1).bool(), "step_count": torch.ones(4, 1, 1)}
+            >>> data = TensorDict(next={**step, "reward": torch.full((4, 1, 1), 2.0)}, batch_size=[4, 1])
+            >>> means = reward.episode_returns()(reward(data))
+            >>> round(float(means["episode/total_return"] - means["episode/style_return"]), 3)
+            2.0
+        """
+        return _StyleReturns(self)
+
     def _read(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor, Tensor]:
         values = {key: tensordict.get(key, None) for key in self.in_keys}
         if missing := [key for key, value in values.items() if value is None]:
@@ -256,6 +278,12 @@ class AMPReward(TensorDictModuleBase):
         refuse_nonfinite(tensordict, self.in_keys)
         return window, gate, reward
 
+    def added(self, tensordict: TensorDictBase) -> Tensor:
+        """What ``forward`` added to the rewards ``[*batch, 1]`` of data that it has seen."""
+        style = tensordict.get(self.out_keys[1])
+        gate = (tensordict.get(self.in_keys[1]) > 0.5).to(style.dtype)
+        return self.scale * gate * style
+
     def metrics(self, tensordict: TensorDictBase) -> dict[str, Tensor]:
         """What the style did in data that ``forward`` has seen, as scalars.
 
@@ -263,16 +291,42 @@ class AMPReward(TensorDictModuleBase):
         - ``style_gate``: the share of steps with an open gate.
         - ``style_share``: the mean magnitude of what was added, divided by that of the task reward plus its own.
         """
-        window_key, gate_key, _ = self.in_keys
         reward, style = (tensordict.get(key) for key in self.out_keys)
-        gate = (tensordict.get(gate_key) > 0.5).to(style.dtype)
-        added = self.scale * gate * style
+        gate = (tensordict.get(self.in_keys[1]) > 0.5).to(style.dtype)
+        added = self.added(tensordict)
         task, whole = (reward - added).abs().mean(), added.abs().mean()
         return {
             "style_reward": (gate * style).sum() / gate.sum(),
             "style_gate": gate.mean(),
             "style_share": whole / (task + whole).clamp_min(torch.finfo(style.dtype).tiny),
         }
+
+
+class _StyleReturns:
+    """See ``AMPReward.episode_returns``; the sums of unfinished episodes go on in the next rollout."""
+
+    def __init__(self, reward: AMPReward) -> None:
+        self.reward = reward
+        self.sums = torch.zeros(0, 2, dtype=torch.float64)
+
+    @torch.no_grad()
+    def __call__(self, rollout: TensorDictBase) -> dict[str, Tensor]:
+        both = torch.cat([self.reward.added(rollout), rollout.get(self.reward.out_keys[0])], -1).double()
+        begins, ends = rollout["next", "step_count"] == 1, rollout["next", "done"]
+        sums = self.sums.to(both.device) if len(self.sums) else torch.zeros_like(both[:, 0])
+        finished = []
+        for step, first, last in zip(both.unbind(1), begins.unbind(1), ends.unbind(1), strict=True):
+            sums = sums.where(~first, 0.0) + step
+            finished.append(sums[last.squeeze(-1)])
+        self.sums = sums
+        style, total = torch.cat(finished).mean(0)
+        return {"episode/style_return": style, "episode/total_return": total}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"sums": self.sums.cpu()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self.sums = state["sums"]
 
 
 class _StyleTransform(Transform):

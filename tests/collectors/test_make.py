@@ -64,12 +64,10 @@ def collected(request):
         third = next(batches).clone()
     finally:
         collector.shutdown()
-    again = make_collector(None, policy, **options(request.param, seed=77))
-    try:
+    with make_collector(None, policy, **options(request.param, seed=77)) as again:
         again.load_state_dict(state)
         continued = next(iter(again)).clone()
-    finally:
-        again.shutdown()
+    assert again.closed
     return {"policy": policy, "batches": [first, second, third], "continued": continued}
 
 

@@ -15,12 +15,13 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import nn
 from torchrl.checkpoint import Checkpoint
-from torchrl.data import LazyTensorStorage, OneHot, TensorDictReplayBuffer
+from torchrl.data import LazyTensorStorage, OneHot, RoundRobinWriter, SamplerWithoutReplacement, TensorDictReplayBuffer
 from torchrl.modules import QValueActor
 from torchrl.objectives import DQNLoss
 
 from edenrl._files import DiskFullError
-from edenrl.collectors import NStepReplayBuffer, RewardNormalizer, replay, storage_space
+from edenrl.collectors import Collector, NStepReplayBuffer, RewardNormalizer, storage_space
+from edenrl.envs import PointMass, wrap_env
 from edenrl.training.checkpoint import Checkpoints
 
 GOLDEN = "flashsac_data"
@@ -418,7 +419,7 @@ def test_buffers_in_one_directory_do_not_write_into_each_other(tmp_path):
 
 
 def test_too_large_is_refused_with_bytes(monkeypatch):
-    monkeypatch.setattr(replay, "free_bytes", lambda *_: 1_000_000)
+    monkeypatch.setattr(storage_space, "free_bytes", lambda *_: 1_000_000)
     # 2 observations, action and reward of 4 bytes, two flags.
     with pytest.raises(ValueError, match=r"needs 1,800,000,000 bytes \(18 per step\), but 1,000,000 .* 55,555"):
         NStepReplayBuffer(100_000_000, n_steps=3).extend(stream(2, 2))
@@ -521,3 +522,38 @@ def test_data_that_is_not_finite_is_refused_before_anything_is_stored(key, value
     assert all(torch.equal(after["data"][name], kept) for name, kept in before["data"].items())
     assert all(torch.equal(after["transforms"][name], kept) for name, kept in before["transforms"].items())
     buffer.extend(data[:, 5:])  # it goes on
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("sampler", SamplerWithoutReplacement()),
+        ("storage", LazyTensorStorage(7)),
+        ("writer", RoundRobinWriter()),
+        ("collate_fn", lambda x: x),
+        ("priority_key", "td_error"),
+        ("dim_extend", 1),
+        ("delayed_init", True),
+    ],
+)
+def test_options_that_would_be_ignored_are_refused(name, value):
+    with pytest.raises(TypeError, match=rf"leave \['{name}'\] out"):
+        NStepReplayBuffer(10, **{name: value})
+    buffer = NStepReplayBuffer(10)
+    with pytest.raises(TypeError, match="takes no sampler"):
+        buffer.set_sampler(SamplerWithoutReplacement())
+
+
+@pytest.mark.parametrize(("num_envs", "started"), [(1, False), (3, True)])
+def test_a_collector_fills_it_by_itself(num_envs, started):
+    """As TorchRL's ``Collector(replay_buffer=...)`` does with its own buffers, in a thread or not."""
+    buffer = NStepReplayBuffer(1000, n_steps=2, batch_size=8)
+    env = wrap_env(PointMass(num_envs, seed=num_envs))
+    sizes = dict(frames_per_batch=8 * num_envs, total_frames=40 * num_envs)
+    with Collector(env, None, replay_buffer=buffer, **sizes) as collector:
+        if started:
+            collector.start()
+            collector._thread.join(60)
+        else:
+            assert [batch for batch in collector] == [None] * 5
+    assert len(buffer) == 40 * num_envs and buffer.sample()["next", "observation"].shape == (8, 14)

@@ -1,5 +1,6 @@
 import io
 import warnings
+from contextlib import nullcontext
 
 import gymnasium as gym
 import pytest
@@ -9,7 +10,7 @@ from tensordict.nn import TensorDictModule, TensorDictSequential
 from torchrl.envs.libs.gym import GymWrapper
 from torchrl.modules import GRUModule
 
-from edenrl.collectors import Collector
+from edenrl.collectors import Collector, make_collector
 from edenrl.envs import PointMass, make_env, wrap_env
 from edenrl.modules import gaussian_actor, make_actor
 
@@ -178,3 +179,32 @@ def test_episodes_of_different_length_are_no_suspicion(caplog):
     _, collector = build("CartPole-v1", seed=0)
     take(collector, 10)
     assert "truncated" not in caplog.text
+
+
+@pytest.mark.parametrize("error", [None, KeyError])
+@pytest.mark.parametrize("num_envs", [1, 3])
+def test_a_with_block_shuts_a_collector_down(num_envs, error):
+    env = wrap_env(PointMass(num_envs, seed=num_envs))
+    with nullcontext() if error is None else pytest.raises(error):
+        with make_collector(env, None, frames_per_batch=2 * num_envs) as collector:
+            assert isinstance(collector, Collector) and next(iter(collector)).batch_size == (num_envs, 2)
+            if error is not None:
+                raise error
+    assert env.is_closed and collector.closed
+    collector.shutdown()  # again does nothing
+
+
+@pytest.mark.parametrize("updates", [1, 6])
+def test_the_version_of_the_policy_is_part_of_the_state(updates):
+    def collect(seed):
+        env, actor = PointMass(2, seed=seed), gaussian_actor({"observation": 14}, 2, hidden=(4,))
+        return Collector(wrap_env(env), actor, frames_per_batch=8, total_frames=-1, track_policy_version=True)
+
+    collector, other = collect(1), collect(2)
+    take(collector, 1)
+    for _ in range(updates):
+        collector.update_policy_weights_()
+    other.load_state_dict(collector.state_dict())
+    assert other.policy_version == collector.policy_version == updates
+    expected, found = (take(each, 1)[0]["policy_version"] for each in (collector, other))
+    assert torch.equal(found, expected) and (found[:, -1] == updates).all()

@@ -108,6 +108,20 @@ def test_resumed_run_is_the_uninterrupted_run(tmp_path, clips):
     assert torch.equal(windows[0]["_storage"]["amp_window"], windows[1]["_storage"]["amp_window"])
 
 
+@pytest.mark.parametrize("flags", [[], ["--algorithm.style_scale=control_dt"], ["--env.reward_scale=0.5"]])
+def test_the_returns_of_episodes_are_task_style_and_both(tmp_path, clips, flags):
+    train(tmp_path / "run", 16, *flags, motion=clips)
+    scale = 0.5 if "--env.reward_scale=0.5" in flags else 1.0
+    ended = [row for row in rows(tmp_path / "run") if "episode/return" in row]
+    assert len(ended) >= 2
+    for row in ended:
+        task, style = scale * row["episode/return"], row["episode/style_return"]
+        assert style > 0 and row["episode/total_return"] == pytest.approx(task + style, abs=1e-3)
+        # Never more than the largest style reward at every step.
+        factor = 1 / 60 if "--algorithm.style_scale=control_dt" in flags else 0.02
+        assert style <= 5 * factor * row["episode/length"] + 1e-6
+
+
 def test_other_clips_are_refused_on_resume(tmp_path, clips, capsys):
     train(tmp_path / "run", 2, motion=clips)
     np.savez(tmp_path / "other.npz", motion_0=np.random.randn(40, 2), fps=60.0, num_motions=1)

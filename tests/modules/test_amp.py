@@ -256,3 +256,57 @@ def test_what_is_not_finite_is_named_by_row_or_step(key):
         reward(data)
     with pytest.raises(ValueError, match=rf"\('next', '{key}'\) holds inf at row 20"):
         reward(data.reshape(-1))
+
+
+@pytest.mark.parametrize(("rows", "horizons", "scale"), [(1, (5,), 0.02), (3, (4, 9, 6), 1.0), (6, (2, 7, 7), 0.3)])
+def test_returns_of_finished_episodes_across_rollouts(rows, horizons, scale):
+    """Rollouts that cut episodes anywhere, one after another, against the sums of each episode by hand."""
+    torch.manual_seed(rows)
+    reward = AMPReward(Discriminator(2, 3, (8,)), coeff=2.0, scale=scale)
+    returns = reward.episode_returns()
+    running, lengths = [[0.0, 0.0] for _ in range(rows)], [0] * rows
+    for steps in horizons:
+        done = torch.rand(rows, steps, 1) < 0.3
+        count = torch.zeros(rows, steps, 1, dtype=torch.int64)
+        data = rollout(torch.randn(rows, steps, 6), torch.randint(2, (rows, steps, 1)).float(), done=done)
+        task = data["next", "reward"].copy_(torch.randn(rows, steps, 1)).clone()
+        ended = []
+        for row in range(rows):
+            for t in range(steps):
+                lengths[row] += 1
+                count[row, t] = lengths[row]
+                if done[row, t]:
+                    lengths[row] = 0
+        reward(data.set(("next", "step_count"), count))
+        for row in range(rows):
+            for t in range(steps):
+                gate = float(data["next", "amp_gate"][row, t])
+                style = scale * gate * float(data["next", "style_reward"][row, t])
+                running[row][0] += style
+                running[row][1] += float(task[row, t]) + style
+                if done[row, t]:
+                    ended.append(running[row])
+                    running[row] = [0.0, 0.0]
+        state = returns.state_dict()
+        found = returns(data)
+        again = reward.episode_returns()  # as after a resume
+        again.load_state_dict(state)
+        assert again(data).items() == found.items() or not ended
+        for column, name in enumerate(("style", "total")):
+            value = float(found[f"episode/{name}_return"])
+            assert (
+                math.isnan(value)
+                if not ended
+                else value == pytest.approx(sum(pair[column] for pair in ended) / len(ended), abs=1e-5)
+            )
+
+
+def test_an_episode_that_was_lost_is_not_counted():
+    """A collector that starts new episodes on resume leaves sums that belong to none."""
+    reward = AMPReward(Discriminator(2, 2, (8,)), scale=0.0)
+    returns = reward.episode_returns()
+    ends = torch.tensor([[[False], [True]]])
+    first = dict(reward=torch.full((1, 2, 1), 9.0), done=ends & False, step_count=torch.tensor([[[1], [2]]]))
+    returns(reward(rollout(torch.randn(1, 2, 4), **first)))
+    second = dict(reward=torch.ones(1, 2, 1), done=ends, step_count=torch.tensor([[[1], [2]]]))
+    assert float(returns(reward(rollout(torch.randn(1, 2, 4), **second)))["episode/total_return"]) == 2.0
