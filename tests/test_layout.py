@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "edenrl.modules": ("edenrl.modules",),
     "edenrl.optim": ("edenrl.optim",),
     "edenrl.objectives": ("edenrl.objectives", "edenrl.modules"),
-    "edenrl.collectors": ("edenrl.collectors", "edenrl.modules", "edenrl.envs"),
+    "edenrl.collectors": ("edenrl.collectors", "edenrl.modules", "edenrl.envs", "edenrl._files"),
 }
 UPWARD = ("edenrl.objectives", "edenrl.collectors")
 # Never importable by these names from an installed package.
