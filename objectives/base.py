@@ -11,6 +11,7 @@ from tensordict import NestedKey, TensorDict, TensorDictBase, unravel_key
 from torch import nn
 
 from edenrl.modules import refuse_nonfinite
+from edenrl.modules.finite import tensors_under
 
 __all__ = ["LossMixin", "require", "require_not_negative"]
 
@@ -190,7 +191,7 @@ class LossMixin:
         except (AttributeError, TypeError) as error:
             # TensorDict.get gives None for an absent entry, and what comes after fails without naming it.
             held = set(batch.keys(include_nested=True))
-            absent = [key for key in self.in_keys if unravel_key(key) not in held]
+            absent = [key for key in self._read_keys() if unravel_key(key) not in held]
             if not args or not absent:
                 raise
             raise KeyError(
@@ -198,16 +199,19 @@ class LossMixin:
                 "these entries in the data, or name them with set_keys."
             ) from error
 
+    def _read_keys(self) -> list[NestedKey]:
+        """The entries that are read: ``in_keys``, without what a loss reads only where another entry is absent."""
+        return self.in_keys
+
     def _finite_keys(self) -> list[NestedKey]:
         """The entries that must be finite: all that are read, unless a loss leaves some of their steps out."""
-        return self.in_keys
+        return self._read_keys()
 
     @staticmethod
     def _refuse_nonfinite(batch: TensorDictBase, keys: Sequence[NestedKey]) -> None:
         # Only where looking costs nothing. On an accelerator it would wait for the device in each mini-batch, and
         # GradientStep finds the loss that is not finite before it changes a parameter.
-        entries = {key: batch.get(key, None) for key in keys}
-        on_host = [key for key, entry in entries.items() if entry is not None and entry.is_cpu]
+        on_host = [key for key, entry in tensors_under(batch, keys).items() if entry.is_cpu]
         if not torch.compiler.is_compiling():
             refuse_nonfinite(batch, on_host, what="batch")
 

@@ -173,6 +173,9 @@ class CMDPLoss(PPOLoss):
         super().__init__(actor_network, critic_network, **kwargs)
         self.constraint = constraint
 
+    def _estimator_keys(self) -> list[NestedKey]:
+        return []  # TwoChannelGAE reads reward groups, and runs before the loss
+
     def _make_out_keys(self) -> list[NestedKey]:
         return [*super()._make_out_keys(), *self.constraint.metrics()]
 
