@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -254,6 +255,20 @@ class LossMixin:
             Group name ("policy", "critic", ...) to the parameters that the losses reach and that require a gradient.
         """
         raise NotImplementedError(f"{type(self).__name__} needs parameter_groups(): the parameters that it trains.")
+
+    def reset_parameters_recursive(self) -> None:
+        """Resets the layers of the functional networks, as TorchRL does; a loss without such networks warns.
+
+        Only layers of torch are reset, with torch's own initialization. A network of this library begins otherwise: to
+        start anew, build the networks and the loss again.
+        """
+        if not any(isinstance(value, nn.Module) for value in vars(self).values()):
+            warnings.warn(
+                f"{type(self).__name__} holds no functional network, so reset_parameters_recursive() resets nothing. "
+                "Build the networks and the loss again.",
+                stacklevel=2,
+            )
+        super().reset_parameters_recursive()  # type: ignore[misc]
 
     @staticmethod
     def _trained(*modules: nn.Module) -> list[nn.Parameter]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib.util
 import io
@@ -810,3 +811,18 @@ def test_with_and_without_a_functional_copy_it_is_the_same(name: str) -> None:
     assert set(its) == set(others)
     for key, found in its.items():
         torch.testing.assert_close(found, others[key])
+
+
+@pytest.mark.parametrize("functional", [True, False])
+@every
+def test_a_reset_does_something_or_says_that_it_does_not(name: str, functional: bool) -> None:
+    resets = functional and CASES[name].functional
+    loss = make(name, **({"functional": functional} if CASES[name].functional else {}))[0]
+    before = {key: parameter.detach().clone() for key, parameter in loss.named_parameters()}
+    expected = (
+        contextlib.nullcontext() if resets else pytest.warns(UserWarning, match=f"{type(loss).__name__} holds no")
+    )
+    with expected:
+        loss.reset_parameters_recursive()
+    weights = [key for key in before if key.endswith("weight")]
+    assert weights and all(torch.equal(before[key], loss.get_parameter(key)) != resets for key in weights)
