@@ -9,12 +9,21 @@ from typing import Any
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase, unravel_key
+from tensordict.nn import TensorDictModuleBase
 from torch import nn
 
 from edenrl.modules import refuse_nonfinite
 from edenrl.modules.finite import tensors_under
 
-__all__ = ["LossMixin", "require", "require_not_negative"]
+__all__ = [
+    "LossMixin",
+    "described",
+    "require",
+    "require_critic",
+    "require_instance",
+    "require_not_negative",
+    "require_policy",
+]
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -59,6 +68,76 @@ def require_not_negative(owner: object, **settings: Any) -> None:
     for name, value in settings.items():
         if isinstance(value, (int, float)):
             require(owner, name, value, value >= 0, ">= 0")
+
+
+def require_policy(owner: object, name: str, network: Any) -> None:
+    """Raises unless a network is a policy that has a distribution.
+
+    Args:
+        owner: the object that was given the network; its class is named in the message.
+        name: name of the argument.
+        network: what was given.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    if not (isinstance(network, nn.Module) and hasattr(network, "get_dist") and hasattr(network, "in_keys")):
+        raise ValueError(
+            f"{type(owner).__name__} needs {name} to be a probabilistic policy, with in_keys and get_dist, such as "
+            f"gaussian_actor's; got {described(network)}."
+        )
+
+
+def require_critic(owner: object, name: str, network: Any) -> None:
+    """Raises unless a network is a ``TensorDictModule`` that is no policy.
+
+    Args:
+        owner: the object that was given the network; its class is named in the message.
+        name: name of the argument.
+        network: what was given.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    if not isinstance(network, TensorDictModuleBase) or hasattr(network, "get_dist"):
+        raise ValueError(
+            f"{type(owner).__name__} needs {name} to be a TensorDictModule that writes values, such as value_critic's; "
+            f"got {described(network)}."
+        )
+
+
+def require_instance(owner: object, name: str, value: Any, *classes: type) -> None:
+    """Raises unless an argument is of one of some classes.
+
+    Args:
+        owner: the object that was given the argument; its class is named in the message.
+        name: name of the argument.
+        value: what was given.
+        classes: the classes.
+
+    Raises:
+        ValueError: for an object of another class.
+
+    Examples:
+        >>> require_instance(nn.Identity(), "layer", 3, nn.Linear)
+        Traceback (most recent call last):
+        ValueError: Identity needs layer to be a Linear, got 3.
+    """
+    if not isinstance(value, classes):
+        wanted = " or ".join(f"a {kind.__name__}" for kind in classes)
+        raise ValueError(f"{type(owner).__name__} needs {name} to be {wanted}, got {described(value)}.")
+
+
+def described(value: Any) -> str:
+    """A few words about an argument of the wrong kind, for a message."""
+    if not isinstance(value, nn.Module):
+        return repr(value)
+    name = f"a {type(value).__name__}"
+    if hasattr(value, "get_dist"):
+        return f"{name}, which is a policy"
+    if isinstance(value, TensorDictModuleBase):
+        return f"{name}, which writes {list(value.out_keys)} and has no distribution"
+    return f"{name}, which is no TensorDictModule"
 
 
 class LossMixin:

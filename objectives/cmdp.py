@@ -14,6 +14,7 @@ from torchrl.data import Composite
 from torchrl.objectives.value import ValueEstimatorBase
 
 from edenrl.modules import TaskConstraint
+from edenrl.objectives.base import require_instance
 from edenrl.objectives.gae import GAE
 from edenrl.objectives.ppo import PPOLoss
 
@@ -170,6 +171,7 @@ class CMDPLoss(PPOLoss):
                 "CMDPLoss does not normalize the mixed advantage, which would undo the mixture; standardize each "
                 "channel with TwoChannelGAE(average_gae=True)."
             )
+        require_instance(self, "constraint", constraint, TaskConstraint)
         super().__init__(actor_network, critic_network, **kwargs)
         self.constraint = constraint
 

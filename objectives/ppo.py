@@ -14,7 +14,7 @@ from torchrl.modules import IndependentNormal, TanhNormal
 from torchrl.objectives import ClipPPOLoss, ValueEstimators
 
 from edenrl.modules import PRE_SQUASH, merge_moments, several_processes, squashed_log_prob
-from edenrl.objectives.base import LossMixin, require, require_not_negative
+from edenrl.objectives.base import LossMixin, require, require_critic, require_not_negative, require_policy
 from edenrl.objectives.gae import GAE
 
 __all__ = ["PPOLoss", "gaussian_kl"]
@@ -65,8 +65,9 @@ class PPOLoss(LossMixin, ClipPPOLoss):
         kwargs: further options of the parent, such as ``normalize_advantage``, ``reduction`` or ``functional``.
 
     Raises:
-        ValueError: for a clip range outside (0, 1), a negative coefficient, ``separate_losses`` without ``functional``,
-            or an advantage that is neither ``[*batch, 1]`` nor, for several agents, ``[*batch, agents, 1]``.
+        ValueError: for an actor without a distribution, a critic that is no ``TensorDictModule`` or is a policy, a clip
+            range outside (0, 1), a negative coefficient, ``separate_losses`` without ``functional``, or an advantage
+            that is neither ``[*batch, 1]`` nor, for several agents, ``[*batch, agents, 1]``.
         KeyError: for a flat batch ``[B]`` without "advantage". It may be shuffled, and an advantage that is estimated
             from shuffled steps is wrong: run ``GAE`` on the whole rollout first. In a rollout ``[*, T]`` that has the
             next entries the loss estimates the advantage itself, with the estimator of ``make_value_estimator``
@@ -116,6 +117,9 @@ class PPOLoss(LossMixin, ClipPPOLoss):
         action_bound_coeff: float = 0.0,
         **kwargs: Any,
     ) -> None:
+        require_policy(self, "actor_network", actor_network)
+        if critic_network is not None:
+            require_critic(self, "critic_network", critic_network)
         require_not_negative(
             self, entropy_coeff=entropy_coeff, critic_coeff=critic_coeff, action_bound_coeff=action_bound_coeff
         )

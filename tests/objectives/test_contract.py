@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib.util
+import inspect
 import io
 import math
 import re
@@ -819,10 +820,29 @@ def test_a_reset_does_something_or_says_that_it_does_not(name: str, functional: 
     resets = functional and CASES[name].functional
     loss = make(name, **({"functional": functional} if CASES[name].functional else {}))[0]
     before = {key: parameter.detach().clone() for key, parameter in loss.named_parameters()}
-    expected = (
-        contextlib.nullcontext() if resets else pytest.warns(UserWarning, match=f"{type(loss).__name__} holds no")
-    )
-    with expected:
+    refusal = f"{type(loss).__name__} holds no functional network"
+    with contextlib.nullcontext() if resets else pytest.warns(UserWarning, match=refusal):
         loss.reset_parameters_recursive()
-    weights = [key for key in before if key.endswith("weight")]
+    weights = [key for key in before if "weight" in key]
     assert weights and all(torch.equal(before[key], loss.get_parameter(key)) != resets for key in weights)
+
+
+@every
+def test_networks_of_the_wrong_kind_are_refused_by_name(name: str) -> None:
+    torch.manual_seed(0)
+    parts, fixed, _ = CASES[name].build()
+    arguments = list(inspect.signature(registered_losses()[name]).parameters)
+    for place, argument in enumerate(arguments[: len(parts)]):
+        for wrong in (nn.Linear(3, 2), 3, torch.zeros(2), nn.Linear):
+            given = [*parts[:place], wrong, *parts[place + 1 :]]
+            with pytest.raises(ValueError, match=rf"^{registered_losses()[name].__name__} needs {argument} to be a"):
+                make_loss(name, *given, **fixed)
+
+
+@pytest.mark.parametrize("name", ["PPO", "CMDP", "HIM", "RMA", "FlashSAC"])
+def test_actor_and_critic_that_are_swapped_are_refused(name: str) -> None:
+    (actor, critic, *rest), fixed, _ = CASES[name].build()
+    with pytest.raises(ValueError, match="needs actor_network to be an? .* and has no distribution"):
+        make_loss(name, critic, actor, *rest, **fixed)
+    with pytest.raises(ValueError, match="needs critic_network to be a .*which is a policy"):
+        make_loss(name, actor, actor, *rest, **fixed)
