@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torchrl.objectives import LossModule
 
 from edenrl.modules import Discriminator
-from edenrl.objectives.base import LossMixin, require_not_negative
+from edenrl.objectives.base import LossMixin, require_instance, require_not_negative
 
 __all__ = ["AMPLoss"]
 
@@ -69,6 +69,7 @@ class AMPLoss(LossMixin, LossModule):
         grad_penalty_coeff: float = 5.0,
         reduction: Literal["mean", "sum", "none"] = "mean",
     ) -> None:
+        require_instance(self, "discriminator", discriminator, Discriminator)
         require_not_negative(self, grad_penalty_coeff=grad_penalty_coeff)
         super().__init__(reduction=reduction)
         self.discriminator = discriminator

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torchrl.modules.distributions.utils import sample_and_log_prob
 from torchrl.objectives import LossModule
 
-from edenrl.objectives.base import LossMixin, require, require_not_negative
+from edenrl.objectives.base import LossMixin, require, require_not_negative, require_policy
 
 __all__ = ["APGLoss"]
 
@@ -88,11 +88,7 @@ class APGLoss(LossMixin, LossModule):
         require(self, "gamma", gamma, 0 < gamma <= 1, "in (0, 1]")
         require(self, "mode", mode, mode in ("segment", "complete"), "'segment' or 'complete'")
         require_not_negative(self, entropy_coeff=entropy_coeff)
-        if not hasattr(actor_network, "get_dist"):
-            raise ValueError(
-                f"APGLoss needs a probabilistic policy such as gaussian_actor's, got {type(actor_network).__name__}. "
-                "To act by its mean, collect with exploration_type=DETERMINISTIC."
-            )
+        require_policy(self, "actor_network", actor_network)
         super().__init__(reduction=reduction)
         self.actor_network = actor_network
         self.gamma, self.mode = gamma, mode

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase, unravel_key
+from tensordict.nn import TensorDictModuleBase
 from torch import nn
 
 from edenrl.modules import refuse_nonfinite
+from edenrl.modules.finite import tensors_under
 
-__all__ = ["LossMixin", "require", "require_not_negative"]
+__all__ = [
+    "LossMixin",
+    "described",
+    "require",
+    "require_critic",
+    "require_instance",
+    "require_not_negative",
+    "require_policy",
+]
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -57,6 +68,76 @@ def require_not_negative(owner: object, **settings: Any) -> None:
     for name, value in settings.items():
         if isinstance(value, (int, float)):
             require(owner, name, value, value >= 0, ">= 0")
+
+
+def require_policy(owner: object, name: str, network: Any) -> None:
+    """Raises unless a network is a policy that has a distribution.
+
+    Args:
+        owner: the object that was given the network; its class is named in the message.
+        name: name of the argument.
+        network: what was given.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    if not (isinstance(network, nn.Module) and hasattr(network, "get_dist") and hasattr(network, "in_keys")):
+        raise ValueError(
+            f"{type(owner).__name__} needs {name} to be a probabilistic policy, with in_keys and get_dist, such as "
+            f"gaussian_actor's; got {described(network)}."
+        )
+
+
+def require_critic(owner: object, name: str, network: Any) -> None:
+    """Raises unless a network is a ``TensorDictModule`` that is no policy.
+
+    Args:
+        owner: the object that was given the network; its class is named in the message.
+        name: name of the argument.
+        network: what was given.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    if not isinstance(network, TensorDictModuleBase) or hasattr(network, "get_dist"):
+        raise ValueError(
+            f"{type(owner).__name__} needs {name} to be a TensorDictModule that writes values, such as value_critic's; "
+            f"got {described(network)}."
+        )
+
+
+def require_instance(owner: object, name: str, value: Any, *classes: type) -> None:
+    """Raises unless an argument is of one of some classes.
+
+    Args:
+        owner: the object that was given the argument; its class is named in the message.
+        name: name of the argument.
+        value: what was given.
+        classes: the classes.
+
+    Raises:
+        ValueError: for an object of another class.
+
+    Examples:
+        >>> require_instance(nn.Identity(), "layer", 3, nn.Linear)
+        Traceback (most recent call last):
+        ValueError: Identity needs layer to be a Linear, got 3.
+    """
+    if not isinstance(value, classes):
+        wanted = " or ".join(f"a {kind.__name__}" for kind in classes)
+        raise ValueError(f"{type(owner).__name__} needs {name} to be {wanted}, got {described(value)}.")
+
+
+def described(value: Any) -> str:
+    """A few words about an argument of the wrong kind, for a message."""
+    if not isinstance(value, nn.Module):
+        return repr(value)
+    name = f"a {type(value).__name__}"
+    if hasattr(value, "get_dist"):
+        return f"{name}, which is a policy"
+    if isinstance(value, TensorDictModuleBase):
+        return f"{name}, which writes {list(value.out_keys)} and has no distribution"
+    return f"{name}, which is no TensorDictModule"
 
 
 class LossMixin:
@@ -190,7 +271,7 @@ class LossMixin:
         except (AttributeError, TypeError) as error:
             # TensorDict.get gives None for an absent entry, and what comes after fails without naming it.
             held = set(batch.keys(include_nested=True))
-            absent = [key for key in self.in_keys if unravel_key(key) not in held]
+            absent = [key for key in self._read_keys() if unravel_key(key) not in held]
             if not args or not absent:
                 raise
             raise KeyError(
@@ -198,16 +279,19 @@ class LossMixin:
                 "these entries in the data, or name them with set_keys."
             ) from error
 
+    def _read_keys(self) -> list[NestedKey]:
+        """The entries that are read: ``in_keys``, without what a loss reads only where another entry is absent."""
+        return self.in_keys
+
     def _finite_keys(self) -> list[NestedKey]:
         """The entries that must be finite: all that are read, unless a loss leaves some of their steps out."""
-        return self.in_keys
+        return self._read_keys()
 
     @staticmethod
     def _refuse_nonfinite(batch: TensorDictBase, keys: Sequence[NestedKey]) -> None:
         # Only where looking costs nothing. On an accelerator it would wait for the device in each mini-batch, and
         # GradientStep finds the loss that is not finite before it changes a parameter.
-        entries = {key: batch.get(key, None) for key in keys}
-        on_host = [key for key, entry in entries.items() if entry is not None and entry.is_cpu]
+        on_host = [key for key, entry in tensors_under(batch, keys).items() if entry.is_cpu]
         if not torch.compiler.is_compiling():
             refuse_nonfinite(batch, on_host, what="batch")
 
@@ -250,6 +334,20 @@ class LossMixin:
             Group name ("policy", "critic", ...) to the parameters that the losses reach and that require a gradient.
         """
         raise NotImplementedError(f"{type(self).__name__} needs parameter_groups(): the parameters that it trains.")
+
+    def reset_parameters_recursive(self) -> None:
+        """Resets the layers of the functional networks, as TorchRL does; a loss without such networks warns.
+
+        Only layers of torch are reset, with torch's own initialization. A network of this library begins otherwise: to
+        start anew, build the networks and the loss again.
+        """
+        if not any(isinstance(value, nn.Module) for value in vars(self).values()):
+            warnings.warn(
+                f"{type(self).__name__} holds no functional network, so reset_parameters_recursive() resets nothing. "
+                "Build the networks and the loss again.",
+                stacklevel=2,
+            )
+        super().reset_parameters_recursive()  # type: ignore[misc]
 
     @staticmethod
     def _trained(*modules: nn.Module) -> list[nn.Parameter]:

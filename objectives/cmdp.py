@@ -14,6 +14,7 @@ from torchrl.data import Composite
 from torchrl.objectives.value import ValueEstimatorBase
 
 from edenrl.modules import TaskConstraint
+from edenrl.objectives.base import require_instance
 from edenrl.objectives.gae import GAE
 from edenrl.objectives.ppo import PPOLoss
 
@@ -173,8 +174,12 @@ class CMDPLoss(PPOLoss):
                 "CMDPLoss does not normalize the mixed advantage, which would undo the mixture; standardize each "
                 "channel with TwoChannelGAE(average_gae=True)."
             )
+        require_instance(self, "constraint", constraint, TaskConstraint)
         super().__init__(actor_network, critic_network, **kwargs)
         self.constraint = constraint
+
+    def _estimator_keys(self) -> list[NestedKey]:
+        return []  # TwoChannelGAE reads reward groups, and runs before the loss
 
     def _make_out_keys(self) -> list[NestedKey]:
         return [*super()._make_out_keys(), *self.constraint.metrics()]

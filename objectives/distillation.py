@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torchrl.objectives import LossModule
 
 from edenrl.modules import DepthPolicy, DepthStudent
-from edenrl.objectives.base import LossMixin
+from edenrl.objectives.base import LossMixin, require_instance
 
 __all__ = ["DepthDistillationLoss"]
 
@@ -72,6 +72,7 @@ class DepthDistillationLoss(LossMixin, LossModule):
     def __init__(
         self, student: DepthStudent | DepthPolicy, *, reduction: Literal["mean", "sum", "none"] = "mean"
     ) -> None:
+        require_instance(self, "student", student, DepthStudent, DepthPolicy)
         super().__init__(reduction=reduction)
         self.student = student.module if isinstance(student, DepthPolicy) else student
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torchrl.objectives import LossModule
 
 from edenrl.modules import FlashActor, FlashCritic
-from edenrl.objectives.base import LossMixin, require, require_not_negative
+from edenrl.objectives.base import LossMixin, described, require, require_not_negative
 
 __all__ = ["FlashSACLoss", "project_distribution", "squashed_sample"]
 
@@ -173,9 +173,13 @@ class FlashSACLoss(LossMixin, LossModule):
         parts = getattr(actor_network, "module", None) if hasattr(actor_network, "get_dist") else None
         actor = None if parts is None else getattr(parts[0], "module", None)
         if not isinstance(actor, FlashActor):
-            raise ValueError(f"FlashSACLoss needs an actor from flash_actor, got {type(actor_network).__name__}.")
+            raise ValueError(
+                f"FlashSACLoss needs actor_network to be an actor from flash_actor, got {described(actor_network)}."
+            )
         if not isinstance(getattr(critic_network, "module", None), FlashCritic):
-            raise ValueError(f"FlashSACLoss needs a critic from flash_critic, got {type(critic_network).__name__}.")
+            raise ValueError(
+                f"FlashSACLoss needs critic_network to be a critic from flash_critic, got {described(critic_network)}."
+            )
         super().__init__(reduction=reduction)
         self.actor_network, self.critic_network = actor_network, critic_network
         self.target_critic = copy.deepcopy(critic_network).requires_grad_(False)

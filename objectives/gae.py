@@ -42,6 +42,7 @@ class GAE(torchrl_value.GAE):
             rollout (of all processes that train together), each value head on its own.
 
     Raises:
+        KeyError: for data without the next reward and done.
         ValueError: if a reward, observation or value is NaN, infinite or beyond 1e18, naming key, environment and step.
             The next observation of a terminated step may be NaN: nothing depends on it.
 
@@ -96,6 +97,7 @@ class GAE(torchrl_value.GAE):
     @contextlib.contextmanager
     def _checked(self, data: TensorDictBase, time_dim: int | None) -> Iterator[None]:
         """Checks the rollout, and leaves the frozen layers of the critic frozen."""
+        self._require_next(data)
         self._time_axis = self._get_time_dim(time_dim, data)
         self._refuse_flat_columns(data)
         refuse_nonfinite(data, self._inputs(data), time_axis=self._time_axis, absent=self._absent(data))
@@ -197,6 +199,16 @@ class GAE(torchrl_value.GAE):
         keys: list[Any] = [self.tensor_keys.value] if network is None else list(network.in_keys)
         keys += [unravel_key(("next", key)) for key in keys]
         return [*keys, ("next", self.tensor_keys.reward)]
+
+    def _require_next(self, data: TensorDictBase) -> None:
+        following = data.get("next", None)
+        held = set() if following is None else set(following.keys(include_nested=True))
+        if absent := [key for key in (self.tensor_keys.reward, self.tensor_keys.done) if unravel_key(key) not in held]:
+            raise KeyError(
+                f"{type(self).__name__} needs a rollout [*, T] with {absent} under 'next', the outcome of each step; "
+                f"there it has {sorted(map(str, held)) or 'nothing'}. Give it the data of a collector or of "
+                "env.rollout, or name the entries with set_keys(reward=..., done=...)."
+            )
 
     def _refuse_flat_columns(self, data: TensorDictBase) -> None:
         for name in (self.tensor_keys.reward, self.tensor_keys.done, self.tensor_keys.terminated):

@@ -13,7 +13,7 @@ from tensordict import NestedKey, TensorDictBase
 from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModuleBase, dispatch
 from torch import Tensor, nn
 
-from edenrl.objectives.base import require_not_negative
+from edenrl.objectives.base import require_not_negative, require_policy
 from edenrl.objectives.ppo import PPOLoss
 
 __all__ = ["GRPOLoss", "GroupRelativeAdvantage"]
@@ -271,6 +271,7 @@ class GRPOLoss(PPOLoss):
         reduction: str = "mean",
         functional: bool = True,
     ) -> None:
+        require_policy(self, "actor_network", actor_network)
         require_not_negative(self, kl_coeff=kl_coeff)
         # First, because a functional loss takes the parameters out of the network.
         reference = _frozen_copy(actor_network) if kl_coeff else None

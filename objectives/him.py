@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torchrl.objectives import LossModule
 
 from edenrl.modules import HIMEstimator, SignedPermutation, sinkhorn
-from edenrl.objectives.base import LossMixin, require
+from edenrl.objectives.base import LossMixin, require, require_instance
 from edenrl.objectives.ppo import PPOLoss
 
 __all__ = ["HIMEstimatorLoss", "HIMLoss"]
@@ -75,6 +75,7 @@ class HIMEstimatorLoss(LossMixin, LossModule):
         sinkhorn_iterations: int = 3,
         reduction: Literal["mean", "sum", "none"] = "mean",
     ) -> None:
+        require_instance(self, "estimator", estimator, HIMEstimator)
         require(self, "temperature", temperature, temperature > 0, "> 0")
         require(self, "sinkhorn_eps", sinkhorn_eps, sinkhorn_eps > 0, "> 0")
         require(self, "sinkhorn_iterations", sinkhorn_iterations, sinkhorn_iterations >= 1, ">= 1")
@@ -202,6 +203,8 @@ class HIMLoss(PPOLoss):
     ) -> None:
         require(self, "symmetry_scale", symmetry_scale, 0 <= symmetry_scale < math.inf, ">= 0")
         super().__init__(actor_network, critic_network, **kwargs)
+        if mirrors is not None:
+            require_instance(self, "mirrors", mirrors, Mapping)
         self.mirrors = None if mirrors is None else dict(mirrors)
         self.register_optional_coeff("symmetry_scale", None if mirrors is None else symmetry_scale, needs="mirrors")
         self._loc: Tensor | None = None

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torchrl.objectives import LossModule
 
 from edenrl.modules import SignedPermutation
-from edenrl.objectives.base import LossMixin, require_not_negative
+from edenrl.objectives.base import LossMixin, require_instance, require_not_negative, require_policy
 
 __all__ = ["MirrorLoss"]
 
@@ -69,6 +69,8 @@ class MirrorLoss(LossMixin, LossModule):
         action_key: str = "action",
         reduction: Literal["mean", "sum", "none"] = "mean",
     ) -> None:
+        require_policy(self, "actor_network", actor_network)
+        require_instance(self, "mirrors", mirrors, Mapping)
         require_not_negative(self, symmetry_coeff=symmetry_coeff)
         read = list(actor_network.in_keys)
         if missing := [key for key in (*read, action_key) if key not in mirrors]:

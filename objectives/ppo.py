@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tensordict import NestedKey, TensorDictBase
+from tensordict import NestedKey, TensorDictBase, unravel_key
 from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModule, TensorDictParams, dispatch
 from torch import Tensor, nn
 from torchrl.modules import IndependentNormal, TanhNormal
-from torchrl.objectives import ClipPPOLoss
+from torchrl.objectives import ClipPPOLoss, ValueEstimators
 
 from edenrl.modules import PRE_SQUASH, merge_moments, several_processes, squashed_log_prob
-from edenrl.objectives.base import LossMixin, require, require_not_negative
+from edenrl.objectives.base import LossMixin, require, require_critic, require_not_negative, require_policy
+from edenrl.objectives.gae import GAE
 
 __all__ = ["PPOLoss", "gaussian_kl"]
 
@@ -51,25 +53,29 @@ class PPOLoss(LossMixin, ClipPPOLoss):
     positive), weighted and meant to be summed; the other entries are detached scalars.
 
     Args:
-        actor_network: probabilistic actor. If it is Gaussian, the data must hold its ``loc`` and ``scale`` from
-            collection; for a squashed one from ``gaussian_actor`` also ``pre_squash_action``.
+        actor_network: probabilistic actor. If it is Gaussian, the data should hold its ``loc`` and ``scale`` from
+            collection (otherwise ``kl`` is an estimate, with a warning); for a squashed one from ``gaussian_actor`` it
+            must hold ``pre_squash_action``.
         critic_network: writes ``state_value``; ``None`` trains the policy alone.
         clip_epsilon: clip range of the probability ratio, in (0, 1), or a pair (low, high).
         entropy_coeff: weight of the entropy bonus.
         critic_coeff: weight of the value loss; 0 leaves the critic out.
         loss_critic_type: "l2", "l1" or "smooth_l1".
-        clip_value: clip the change of the value to ``clip_epsilon`` (True), to a given range, or not at all (False or
-            None). The range is in units of the value, so True holds back the critic where returns are large:
-            ``value_clip_fraction``, the share of values that were clipped, is then near 1. Give a range that fits the
-            returns, normalize the reward, or switch it off. Default True.
+        clip_value: clip the change of the value to ``clip_epsilon`` (True; of a pair, to the smaller one), to a given
+            range, or not at all (False or None). The range is in units of the value, so True holds back the critic
+            where returns are large: ``value_clip_fraction``, the share of values that were clipped, is then near 1.
+            Give a range that fits the returns, normalize the reward, or switch it off. Default True.
         action_bound_coeff: weight of mean(relu(loc - 1)^2) + mean(relu(-loc - 1)^2), on the mean before any tanh.
         kwargs: further options of the parent, such as ``normalize_advantage``, ``reduction`` or ``functional``.
 
     Raises:
-        ValueError: for a clip range outside (0, 1), a negative coefficient, ``separate_losses`` without ``functional``,
-            or an advantage that is not ``[*batch, 1]``.
-        KeyError: for a batch without "advantage". Run ``GAE`` on the whole rollout first. The parent would compute the
-            advantage from the mini-batch, which is wrong when it is shuffled.
+        ValueError: for an actor without a distribution, a critic that is no ``TensorDictModule`` or is a policy, a clip
+            range outside (0, 1), a negative coefficient, ``separate_losses`` without ``functional``, or an advantage
+            that is neither ``[*batch, 1]`` nor, for several agents, ``[*batch, agents, 1]``.
+        KeyError: for a flat batch ``[B]`` without "advantage". Run ``GAE`` on the whole rollout first: an advantage
+            that is computed from shuffled steps is wrong. In a rollout ``[*, T]`` that has the next entries the loss
+            estimates the advantage itself, with the estimator of ``make_value_estimator`` (default ``GAE``). A batch
+            ``[T]`` is a rollout if its dimension is named "time", or if its entries are passed by keyword.
 
     Source: Schulman et al. 2017, arXiv:1707.06347; value clipping and adaptive KL as in rsl_rl.
 
@@ -114,11 +120,16 @@ class PPOLoss(LossMixin, ClipPPOLoss):
         action_bound_coeff: float = 0.0,
         **kwargs: Any,
     ) -> None:
+        require_policy(self, "actor_network", actor_network)
+        if critic_network is not None:
+            require_critic(self, "critic_network", critic_network)
         require_not_negative(
             self, entropy_coeff=entropy_coeff, critic_coeff=critic_coeff, action_bound_coeff=action_bound_coeff
         )
         if not isinstance(clip_value, bool) and clip_value is not None:
             require(self, "clip_value", clip_value, clip_value > 0, "True, False, None or a positive range")
+        if isinstance(clip_epsilon, (tuple, list)) and clip_value is True:
+            clip_value = min(clip_epsilon, default=0.0) or None
         if isinstance(clip_epsilon, (int, float)):
             wanted = "in (0, 1) or, for a wider upper range, as a pair (low, high)"
             require(self, "clip_epsilon", clip_epsilon, 0 < clip_epsilon < 1, wanted)
@@ -139,6 +150,8 @@ class PPOLoss(LossMixin, ClipPPOLoss):
         )
         self.register_optional_coeff("action_bound_coeff", action_bound_coeff or None)
         self._distribution: torch.distributions.Distribution | None = None
+        self._estimated: TensorDictBase | None = None
+        self._keyword_call = False
 
     def _make_in_keys(self) -> list[NestedKey]:
         names = self.tensor_keys
@@ -151,7 +164,19 @@ class PPOLoss(LossMixin, ClipPPOLoss):
             keys.append(names.pre_squash_action)
         if self._has_critic:
             keys += [*self.critic_network.in_keys, names.value, names.value_target]
-        return list(dict.fromkeys(keys))
+        return list(dict.fromkeys([*keys, *self._estimator_keys()]))
+
+    def _estimator_keys(self) -> list[NestedKey]:
+        """What the value estimator reads of the next step, for a rollout that has no advantage yet."""
+        if self.critic_network is None:
+            return []
+        names = self.tensor_keys
+        keys = [*self.actor_network.in_keys, *self.critic_network.in_keys, names.reward, names.done, names.terminated]
+        return [unravel_key(("next", key)) for key in dict.fromkeys(keys)]
+
+    def _read_keys(self) -> list[NestedKey]:
+        unread = self._estimator_keys()
+        return [key for key in self.in_keys if key not in unread]
 
     def _make_out_keys(self) -> list[NestedKey]:
         keys = ["loss_objective", "clip_fraction", "kl_approx", "ESS", "max_ratio", "mean_ratio", "kl"]
@@ -174,38 +199,95 @@ class PPOLoss(LossMixin, ClipPPOLoss):
             groups["critic"] = [p for p in critic if id(p) not in shared]
         return groups
 
+    def make_value_estimator(self, value_type: Any = None, **hyperparams: Any) -> PPOLoss:
+        """Builds the estimator for rollouts without an advantage; see TorchRL's losses.
+
+        Args:
+            value_type: an estimator of TorchRL, as a name, member, class or object. Default: this library's ``GAE``.
+            hyperparams: its options, such as ``gamma`` (default 0.99) and ``lmbda`` (default 0.95).
+
+        Returns:
+            The loss.
+        """
+        if value_type is None:
+            value_type = self.default_value_estimator
+        if isinstance(value_type, str) and value_type.lower() == "gae":
+            value_type = ValueEstimators.GAE
+        if value_type is ValueEstimators.GAE:
+            defaults = {"gamma": 0.99, "lmbda": 0.95, "value_network": self.critic_network}
+            super().make_value_estimator(GAE, **{**defaults, **hyperparams})
+            self.value_type = ValueEstimators.GAE
+            self._forward_value_estimator_keys()
+        else:
+            super().make_value_estimator(value_type, **hyperparams)
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Computes the losses; see ``LossMixin``."""
+        # Tensors that are passed by keyword cannot say which dimension is time.
+        self._keyword_call = not args
+        try:
+            return super().__call__(*args, **kwargs)
+        finally:
+            self._keyword_call = False
+
     @dispatch
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Computes the weighted losses and metrics of a batch of any shape."""
         if self.tensor_keys.advantage not in tensordict.keys(include_nested=True):
-            raise KeyError(
-                f"The batch has no {self.tensor_keys.advantage!r}. Run GAE on the rollout [N, T] before it is split "
-                "into mini-batches, or rename the entry with set_keys(advantage=...)."
-            )
-        advantage = tensordict.get(self.tensor_keys.advantage)
-        if advantage.shape[-1:] != (1,) or advantage.shape[:-1] != tensordict.batch_size:
-            raise ValueError(
-                f"{type(self).__name__} needs one advantage per sample: {self.tensor_keys.advantage!r} of shape "
-                f"{(*tensordict.batch_size, 1)}, got {tuple(advantage.shape)}. Mix several heads into one before, or "
-                "add the trailing dimension with unsqueeze(-1)."
-            )
+            self._require_rollout(tensordict)
         try:
             out = super().forward(tensordict)
             new = self._gaussian_parameters(self._distribution)
+            if self._estimated is not None:
+                tensordict = self._estimated
         finally:
-            self._distribution = None
+            self._distribution = self._estimated = None
         with torch.no_grad():
             out.set("ESS", out.get("ESS").mean())
-            out.set("kl", out.get("kl_approx") if new is None else self._exact_kl(tensordict, *new))
+            exact = None if new is None else self._exact_kl(tensordict, *new)
+            out.set("kl", out.get("kl_approx") if exact is None else exact)
             if self._has_critic:
                 out.set("explained_variance", self._explained_variance(tensordict))
-        if self._has_critic and self.reduction == "none" and out.get("loss_critic").ndim > tensordict.ndim:
-            out.set("loss_critic", out.get("loss_critic").mean(-1))  # several value heads, one loss per sample
-        elif self._has_critic and self.reduction == "sum":  # the mean over value heads, the sum over samples
-            out.set("loss_critic", out.get("loss_critic") / tensordict.get(self.tensor_keys.value_target).shape[-1])
+        heads = tensordict.get(self.tensor_keys.value_target).shape[-1] if self._has_critic else 1
+        if heads > 1 and self.reduction == "none":
+            out.set("loss_critic", out.get("loss_critic").mean(-1))  # one loss per sample
+        elif heads > 1 and self.reduction == "sum":
+            out.set("loss_critic", out.get("loss_critic") / heads)
         if self.action_bound_coeff is not None:
             out.set("loss_action_bound", self._action_bound(tensordict, new))
         return out
+
+    def _require_rollout(self, batch: TensorDictBase) -> None:
+        """Raises unless the batch is a rollout whose advantage can be estimated."""
+        names, advice = self.tensor_keys, ""
+        if self._estimator_keys():
+            held = set(batch.keys(include_nested=True))
+            needed = [unravel_key(("next", key)) for key in (*self.critic_network.in_keys, names.reward, names.done)]
+            absent = [key for key in needed if key not in held]
+            in_time = batch.ndim > 1 or "time" in batch.names or self._keyword_call
+            if in_time and not absent:
+                return
+            problem = f"lacks {absent}" if in_time else f"{tuple(batch.shape)} has no dimension named 'time'"
+            advice = f" The loss estimates it itself in a whole rollout [*, T] with {needed}; this batch {problem}."
+        raise KeyError(
+            f"The batch has no {names.advantage!r}. Run GAE on the rollout [N, T] before it is split into "
+            f"mini-batches, or rename the entry with set_keys(advantage=...).{advice}"
+        )
+
+    def _maybe_normalize_advantage(self, advantage: Tensor, tensordict: TensorDictBase, *, update_norm: bool) -> Tensor:
+        ndim = tensordict.ndim
+        if advantage.shape[-1:] != (1,) or advantage.ndim <= ndim or advantage.shape[:ndim] != tensordict.shape:
+            raise ValueError(
+                f"{type(self).__name__} needs one advantage per sample (or per agent of a sample, [*batch, agents, "
+                f"1]): {self.tensor_keys.advantage!r} of shape {(*tensordict.batch_size, 1)}, got "
+                f"{tuple(advantage.shape)}. Mix several heads into one before, or add the trailing dimension with "
+                "unsqueeze(-1), without which samples and advantages form an outer product."
+            )
+        if update_norm:  # the parent has just estimated the advantage, on its copy of the batch
+            self._estimated = tensordict.copy()
+        normalized: Tensor = super()._maybe_normalize_advantage(advantage, tensordict, update_norm=update_norm)
+        return normalized
 
     def _standardize_advantage(self, advantage: Tensor, tensordict: TensorDictBase) -> Tensor:
         masked = tensordict.get("shifted_valid", None) is not None
@@ -221,12 +303,17 @@ class PPOLoss(LossMixin, ClipPPOLoss):
     def _is_gaussian(self) -> bool:
         """Whether the policy has the exact KL, which reads the stored ``loc`` and ``scale``."""
         # The names in the data may differ from those that the policy writes.
-        written, names = set(self.actor_network.out_keys), self.tensor_keys
+        written, names = set(self._written), self.tensor_keys
         return {"loc", "scale"} <= written or {names.loc, names.scale} <= written
 
     @property
     def _is_squashed(self) -> bool:
-        return PRE_SQUASH in self.actor_network.out_keys
+        return PRE_SQUASH in self._written
+
+    @property
+    def _written(self) -> list[NestedKey]:
+        """What the policy writes; one that is no TensorDict module but has ``get_dist`` does not say."""
+        return getattr(self.actor_network, "out_keys", [])
 
     def _get_cur_log_prob(self, tensordict: TensorDictBase, params: Any = None) -> tuple[Any, Any, bool]:
         log_prob, distribution, is_composite = super()._get_cur_log_prob(tensordict, params)
@@ -266,9 +353,17 @@ class PPOLoss(LossMixin, ClipPPOLoss):
             return distribution.loc, distribution.scale
         return None
 
-    def _exact_kl(self, tensordict: TensorDictBase, loc: Tensor, scale: Tensor) -> Tensor:
+    def _exact_kl(self, tensordict: TensorDictBase, loc: Tensor, scale: Tensor) -> Tensor | None:
+        """KL(old || new), or ``None`` for data that never held the parameters of the old distribution."""
         old_loc = tensordict.get(self.tensor_keys.loc, None)
         old_scale = tensordict.get(self.tensor_keys.scale, None)
+        if old_loc is None and old_scale is None:
+            warnings.warn(
+                f"The batch has neither {self.tensor_keys.loc!r} nor {self.tensor_keys.scale!r}: 'kl' is the sampled "
+                "estimate, which is noisy. Keep both in the data, or rename them with set_keys, for the exact KL.",
+                stacklevel=2,
+            )
+            return None
         if old_loc is None or old_scale is None:
             raise KeyError(
                 f"The exact KL needs the collection-time {self.tensor_keys.loc!r} and {self.tensor_keys.scale!r}; the "

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torchrl.objectives import LossModule
 
 from edenrl.modules import RMAActor, RMAComposition, rma_composition
-from edenrl.objectives.base import LossMixin
+from edenrl.objectives.base import LossMixin, require_policy
 from edenrl.objectives.ppo import PPOLoss
 
 __all__ = ["LinearRamp", "RMADaggerLoss", "RMALoss"]
@@ -117,6 +117,7 @@ class RMALoss(PPOLoss):
         ramp: LinearRamp | None = None,
         **kwargs: Any,
     ) -> None:
+        require_policy(self, "actor_network", actor_network)
         net = rma_composition(actor_network)
         if net.latent != "privileged" or net.estimated:
             raise ValueError(
@@ -213,6 +214,7 @@ class RMADaggerLoss(LossMixin, LossModule):
         *,
         reduction: Literal["mean", "sum", "none"] = "mean",
     ) -> None:
+        require_policy(self, "actor_network", actor_network)
         net = rma_composition(actor_network)
         super().__init__(reduction=reduction)
         self.actor_network = actor_network

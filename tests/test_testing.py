@@ -535,6 +535,27 @@ def test_the_parent_of_ppo_does_not_keep_the_contract(shape, options, message):
         check_loss_module(ClipPPOLoss(actor, critic, **options), rollout(actor, critic, shape))
 
 
+class Broken(UnschedulableCoefficient, PlainCoefficient, LoadsPartially):
+    """Three clauses at once, and two metrics that are no scalars."""
+
+    def __init__(self):
+        super().__init__()
+        self.constant = torch.zeros(2)
+
+    def forward(self, tensordict):
+        return super().forward(tensordict).update({"one": torch.zeros(2), "two": torch.zeros(3)})
+
+
+def test_all_violations_are_reported_at_once(batch):
+    with pytest.raises(AssertionError) as caught:
+        check_loss_module(Broken(), batch)
+    lines = str(caught.value).splitlines()
+    wanted = ["'constant'", "the metric 'one'", "the metric 'two'", "`out_keys`", "cannot be scheduled"]
+    for words in [*wanted, "load_state_dict does not restore"]:
+        assert sum(words in line for line in lines) == 1, f"{words}: {caught.value}"
+    assert all(line.startswith("Broken: ") for line in lines)
+
+
 def test_misuse_is_refused(batch):
     with pytest.raises(ValueError, match=r"with 2 steps or more, got \(1,\)"):
         check_loss_module(Imitation(), batch.reshape(-1)[:1])
@@ -542,5 +563,5 @@ def test_misuse_is_refused(batch):
         check_loss_module(Imitation(), batch, reaches={"loss_style": ["student"], "loss_fit": ["actor"]})
     with pytest.raises(AssertionError, match="not a LossModule"):
         check_loss_module(nn.Linear(3, 1), batch)
-    with pytest.raises(AssertionError, match="on the given batch under reduction='mean', forward raises"):
+    with pytest.raises(AssertionError, match="on the given batch, forward raises"):
         check_loss_module(Imitation(), batch.exclude("target"))

@@ -71,7 +71,7 @@ def record(policy: TensorDictModuleBase, graph: PolicyGraph, env: EnvBase) -> Re
         flat = td.exclude("next").to("cpu").reshape(rows).apply(_single)
         try:
             actions, next_state, decided = _act(policy, graph, flat, state, began)
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             shapes = {key: tuple(shape) for key, shape in graph.groups.items()}
             raise ValueError(
                 f"The policy cannot read this environment, whose groups have the shapes {shapes}: {error}. Export with "

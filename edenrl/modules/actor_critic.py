@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torchrl.data import Bounded, Categorical, Composite, MultiCategorical, MultiOneHot, OneHot, TensorSpec
 from torchrl.modules import IndependentNormal, ProbabilisticActor, ValueOperator
 
+from edenrl.modules.groups import GroupModule, GroupValue, require_groups
 from edenrl.modules.mlp import GaussianMLP, GroupMLP
 from edenrl.modules.squash import SquashedActor
 
@@ -104,7 +105,9 @@ def gaussian_actor(
         network: options of ``GaussianMLP``: hidden, activation, normalize, init_std.
 
     Raises:
-        ValueError: for an action spec that is not a floating-point vector, or ``squash`` without finite bounds.
+        TypeError: for groups that are no mapping of names to widths.
+        ValueError: for an action spec that is not a floating-point vector, or ``squash`` without finite bounds; later,
+            for observations of another width or dtype, naming the group.
 
     Examples:
         >>> from tensordict import TensorDict
@@ -113,12 +116,13 @@ def gaussian_actor(
         >>> td["action"].shape, td["action_log_prob"].shape
         (torch.Size([4, 12]), torch.Size([4]))
     """
+    require_groups("gaussian_actor", groups)
     dim = _action_width(action_spec)
     bounds = None
     if squash:
         bounds = tanh_bounds(action_spec, "or do without the tanh: squash=False (--env.action_mode clip)")
     net = GaussianMLP(sum(groups.values()), dim, **network) if build is None else build(groups, dim, **network)
-    module = TensorDictModule(net, in_keys=list(groups), out_keys=["loc", "scale"])
+    module = GroupModule(net, groups, in_keys=list(groups), out_keys=["loc", "scale"])
     if bounds is not None:
         return SquashedActor(module, bounds)
     return ProbabilisticActor(
@@ -212,6 +216,7 @@ def categorical_actor(groups: Mapping[str, int], action_spec: Categorical | int,
         >>> actor(TensorDict(observation=torch.zeros(5, 4), batch_size=[5]))["action"].shape
         torch.Size([5])
     """
+    require_groups("categorical_actor", groups)
     if not isinstance(action_spec, int) and not is_one_categorical(action_spec):
         refuse_several_discrete(action_spec)
         raise ValueError(
@@ -221,7 +226,7 @@ def categorical_actor(groups: Mapping[str, int], action_spec: Categorical | int,
     num_actions = action_spec if isinstance(action_spec, int) else int(action_spec.space.n)
     net = GroupMLP(sum(groups.values()), num_actions, last_gain=0.01, **network)
     return ProbabilisticActor(
-        TensorDictModule(net, in_keys=list(groups), out_keys=["logits"]),
+        GroupModule(net, groups, in_keys=list(groups), out_keys=["logits"]),
         in_keys=["logits"],
         out_keys=["action"],
         distribution_class=torch.distributions.Categorical,
@@ -270,7 +275,8 @@ def value_critic(groups: Mapping[str, int], num_values: int = 1, **network: Any)
         >>> critic(TensorDict(critic=torch.zeros(4, 48), batch_size=[4]))["state_value"].shape
         torch.Size([4, 1])
     """
-    return ValueOperator(GroupMLP(sum(groups.values()), num_values, **network), in_keys=list(groups))
+    require_groups("value_critic", groups)
+    return GroupValue(GroupMLP(sum(groups.values()), num_values, **network), groups)
 
 
 @torch.no_grad()

@@ -17,6 +17,7 @@ from torchrl.data import Composite
 from torchrl.envs import Transform
 
 from edenrl.modules.finite import refuse_nonfinite
+from edenrl.modules.groups import require_layers
 from edenrl.modules.mlp import at_least
 from edenrl.modules.normalization import RunningNorm, root
 
@@ -53,6 +54,7 @@ class FrameNorm(RunningNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns the normalized frames ``(*batch, f)``."""
+        self._require_shape(x)
         dtype = torch.promote_types(x.dtype, self.dtype)
         wide = torch.promote_types(dtype, torch.float32)
         out = (x.to(wide) - self.mean.to(wide)) / root(self.var, wide, self.eps**2)
@@ -94,6 +96,7 @@ class Discriminator(nn.Module):
         self, frame_dim: int, num_frames: int = 5, hidden: Sequence[int] = (256, 256), normalize: bool = True
     ) -> None:
         super().__init__()
+        require_layers("Discriminator", hidden=hidden)
         if frame_dim < 1 or num_frames < 2 or not hidden:
             raise ValueError(
                 f"Discriminator was given frame_dim={frame_dim}, num_frames={num_frames}, hidden={tuple(hidden)}; "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 import torch
-from tensordict import NestedKey, TensorDictBase
+from tensordict import NestedKey, TensorDictBase, unravel_key
 from tensordict.utils import expand_as_right
 from torch import Tensor
 
@@ -46,7 +46,7 @@ def refuse_nonfinite(
         Traceback (most recent call last):
         ValueError: 'reward' holds nan at env 2, step 5 (index [2, 5, 0]): the rollout is refused before anything ...
     """
-    entries = {key: entry for key in keys if (entry := data.get(key, None)) is not None}
+    entries = tensors_under(data, keys)
     floats = {key: entry.detach() for key, entry in entries.items() if entry.is_floating_point() and entry.numel()}
     if not floats:
         return
@@ -77,6 +77,18 @@ def refuse_nonfinite(
         "before anything is trained on it. Fix the environment (or terminate a state that diverges) so that this entry "
         "stays finite and below 1e18."
     )
+
+
+def tensors_under(data: TensorDictBase, keys: Iterable[NestedKey]) -> dict[NestedKey, Tensor]:
+    """The tensors of the keys that are there; a nested entry, such as an action of several parts, gives all of its."""
+    found: dict[NestedKey, Tensor] = {}
+    for key in keys:
+        entry = data.get(key, None)
+        if isinstance(entry, TensorDictBase):
+            found |= {unravel_key((key, name)): leaf for name, leaf in entry.items(True, True)}
+        elif entry is not None:
+            found[key] = entry
+    return found
 
 
 def _place(index: list[int], time_axis: int | None) -> str:

@@ -14,6 +14,7 @@ from torchrl.data import TensorSpec
 from torchrl.modules import ProbabilisticActor
 
 from edenrl.modules.actor_critic import gaussian_actor, is_one_categorical, refuse_several_discrete, tanh_bounds
+from edenrl.modules.groups import GroupModule, require_groups
 from edenrl.modules.mlp import at_least, concatenate
 from edenrl.modules.projection import require_sizes
 from edenrl.modules.unit_norm import UnitBatchNorm, UnitLinear, UnitRMSNorm
@@ -243,5 +244,7 @@ def flash_critic(groups: Mapping[str, int], num_actions: int, **network: Any) ->
         >>> critic(TensorDict(critic=torch.zeros(4, 48), action=torch.zeros(4, 12), batch_size=[4])).sorted_keys
         ['action', 'critic', 'state_action_value', 'value_log_prob']
     """
+    require_groups("flash_critic", groups)
     net = FlashCritic(sum(groups.values()) + num_actions, **network)
-    return TensorDictModule(net, in_keys=[*groups, "action"], out_keys=["state_action_value", "value_log_prob"])
+    widths = {**groups, "action": num_actions}
+    return GroupModule(net, widths, in_keys=list(widths), out_keys=["state_action_value", "value_log_prob"])

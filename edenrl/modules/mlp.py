@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torchrl.modules import MLP
 
+from edenrl.modules.groups import require_layers
 from edenrl.modules.normalization import RunningNorm
 
 __all__ = ["GaussianMLP", "GroupMLP", "StateIndependentStd", "concatenate", "init_orthogonal_"]
@@ -69,6 +70,7 @@ class GroupMLP(nn.Module):
         last_gain: float = 1.0,
     ) -> None:
         super().__init__()
+        require_layers("GroupMLP", hidden=hidden)
         if activation not in _ACTIVATIONS:
             raise ValueError(f"Unknown activation {activation!r}; choose one of {sorted(_ACTIVATIONS)}.")
         self.norm = RunningNorm(in_features, clip=10.0) if normalize else None

@@ -80,6 +80,7 @@ class RunningNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns the normalized features, same shape as ``x``."""
+        self._require_shape(x)
         dtype = torch.promote_types(x.dtype, self.dtype)
         # In half precision the variance of a feature in the hundreds would be infinite.
         wide = torch.promote_types(dtype, torch.float32)
@@ -89,13 +90,17 @@ class RunningNorm(nn.Module):
         out = out.to(dtype)
         return out if self.mask is None else torch.where(self.mask, out, x)
 
+    def _require_shape(self, x: Tensor) -> None:
+        # A single feature would be broadcast to all.
+        if x.shape[-len(self.shape) :] != self.shape:
+            raise ValueError(f"RunningNorm of shape {tuple(self.shape)} was given features of shape {tuple(x.shape)}.")
+
     @torch.no_grad()
     def update(self, x: Tensor) -> None:
         """Merges a batch of shape ``(*batch, *shape)`` into the statistics (training mode only)."""
         if not self.training:
             return
-        if x.shape[-len(self.shape) :] != self.shape:
-            raise ValueError(f"RunningNorm of shape {tuple(self.shape)} was given features of shape {tuple(x.shape)}.")
+        self._require_shape(x)
         rows = x.reshape(-1, *self.shape).double()
         if not torch.isfinite(rows.sum()):
             bad = (~torch.isfinite(rows)).nonzero()

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from edenrl.modules.groups import require_layers
 from edenrl.modules.mlp import StateIndependentStd, at_least
 
 __all__ = ["RMA_CHUNKS", "HistoryEncoder", "RMAActor"]
@@ -121,6 +122,13 @@ class RMAActor(nn.Module):
         init_std: float = 1.0,
     ) -> None:
         super().__init__()
+        require_layers(
+            "RMAActor",
+            hidden=hidden,
+            scan_hidden=scan_hidden,
+            priv_hidden=priv_hidden,
+            estimator_hidden=estimator_hidden,
+        )
         self.widths, self.num_actions = _check_widths(widths), num_actions
         prop, scan, priv_explicit, priv_latent, history = self.widths.values()
         self.scan_encoder = _mlp(scan, scan_hidden, nn.Tanh) if scan else None
@@ -190,6 +198,8 @@ class RMAActor(nn.Module):
 
 def _check_widths(widths: Mapping[str, int]) -> dict[str, int]:
     """The widths of all chunks, in their order."""
+    if not isinstance(widths, Mapping):
+        raise TypeError(f"RMAActor needs widths as a mapping of {list(RMA_CHUNKS)} to integers, got {widths!r}.")
     wrong = [name for name in RMA_CHUNKS if name != "scan" and widths.get(name, 0) < 1]
     if wrong or set(widths) - set(RMA_CHUNKS):
         raise ValueError(

@@ -88,6 +88,14 @@ class RMAComposition(nn.Module):
         """The keys that this composition reads."""
         return list(dict.fromkeys(self.keys[name] for name in self.reads))
 
+    @property
+    def groups(self) -> dict[NestedKey, int]:
+        """The width of each entry of ``in_keys``."""
+        widths = self.actor.widths
+        if self.flat is not None:
+            return {self.flat: sum(widths.values())}
+        return {self.keys[name]: widths[name] for name in self.reads}
+
     def use_history(self, on: bool) -> None:
         """Chooses the latent of a "switched" composition: the history's, or (at first) the privileged one."""
         self.switch.fill_(on)
@@ -150,7 +158,7 @@ def rma_composition(policy: nn.Module) -> RMAComposition:
     Raises:
         ValueError: if there is none.
     """
-    for part in policy.modules():
+    for part in policy.modules() if isinstance(policy, nn.Module) else ():
         if isinstance(part, RMAComposition):
             return part
     raise ValueError(f"{type(policy).__name__} holds no RMAComposition; build the policy with rma_policy.")
@@ -186,5 +194,4 @@ def rma_policy(
         torch.Size([2, 4])
     """
     network = RMAComposition(actor, keys, latent=latent, estimated=estimated)
-    groups = {key: 0 for key in network.in_keys}  # the network knows the widths
-    return gaussian_actor(groups, actor.num_actions, build=lambda *_: network)
+    return gaussian_actor(network.groups, actor.num_actions, build=lambda *_: network)

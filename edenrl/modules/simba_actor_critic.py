@@ -11,6 +11,7 @@ from torchrl.data import TensorSpec
 from torchrl.modules import MLP, ProbabilisticActor, ValueOperator
 
 from edenrl.modules.actor_critic import gaussian_actor
+from edenrl.modules.groups import GroupValue, require_groups, require_layers
 from edenrl.modules.mlp import StateIndependentStd, concatenate, init_orthogonal_
 from edenrl.modules.normalization import RunningNorm
 from edenrl.modules.simba import SimBa
@@ -48,8 +49,10 @@ class GroupEncoder(nn.Module):
         if isinstance(hidden, Mapping):
             if unknown := set(hidden) - set(groups):
                 raise ValueError(f"Encoder widths are given for {sorted(unknown)}; the groups are {dict(groups)}.")
+            require_layers("GroupEncoder", **{f"hidden[{name!r}]": layers for name, layers in hidden.items()})
             widths = {name: list(hidden.get(name, (256,))) for name in groups}
         else:
+            require_layers("GroupEncoder", hidden=hidden)
             widths = {name: list(hidden) for name in groups}
         self.encoders = nn.ModuleDict(
             {
@@ -193,4 +196,5 @@ def simba_critic(
         >>> critic(TensorDict(critic=torch.zeros(4, 48), batch_size=[4]))["state_value"].shape
         torch.Size([4, 1])
     """
-    return ValueOperator(GroupSimBa(groups, num_values, num_blocks=num_blocks, **network), in_keys=list(groups))
+    require_groups("simba_critic", groups)
+    return GroupValue(GroupSimBa(groups, num_values, num_blocks=num_blocks, **network), groups)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
@@ -27,7 +28,7 @@ def _stepped_groups(
     optimizers: Iterable[torch.optim.Optimizer],
     names: Mapping[int, str],
 ) -> dict[str, list[nn.Parameter]]:
-    """The parameters of each group that an optimizer steps; groups without any are left out.
+    """The parameters of each group that an optimizer steps; groups without any are left out, with a warning.
 
     Args:
         groups: the declared groups.
@@ -45,6 +46,18 @@ def _stepped_groups(
         problem = f"undeclared: {', '.join(stray)}" if stray else "the groups overlap"
         raise ValueError(
             f"The optimizers' parameters must be in exactly one group of parameter_groups() {list(groups)}; {problem}."
+        )
+    left = {
+        name: f"{len(parameters) - len(kept[name])} of its {len(parameters)} parameters"
+        for name, parameters in groups.items()
+        if len(kept[name]) < len(parameters)
+    }
+    if left:
+        warnings.warn(
+            f"The loss trains {list(groups)}, but no optimizer steps all of {list(left)}: left out are {left}. They "
+            "stay as they are. Give an optimizer loss.parameters() or these groups of loss.parameter_groups(), or "
+            "freeze them with requires_grad_(False).",
+            stacklevel=3,
         )
     return {name: parameters for name, parameters in kept.items() if parameters}
 
@@ -88,7 +101,7 @@ class GradientStep:
     Args:
         loss: the LossModule. Its ``parameter_groups()`` names the groups, each of which is clipped on its own. A module
             without that method is one group "all".
-        optimizers: an optimizer, or named ones.
+        optimizers: an optimizer, or named ones. Parameters that the loss trains and no optimizer holds are warned of.
         max_grad_norm: clip norm of every group, or per group name; ``None`` does not clip.
         lr_schedule: a schedule of ``make_lr_schedule``. KL-adaptive ones read ``kl_key`` *before* the step, others
             advance after it.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,18 @@ from tensordict.nn import TensorDictParams
 from torch import Tensor
 from torchrl.objectives import LossModule
 
-__all__ = ["Outputs", "call", "close", "compare", "fresh_copy", "losses_of", "require", "seeded", "without_nan"]
+__all__ = [
+    "Outputs",
+    "Violations",
+    "call",
+    "close",
+    "compare",
+    "fresh_copy",
+    "losses_of",
+    "require",
+    "seeded",
+    "without_nan",
+]
 
 Outputs = dict[Any, Tensor]
 """What a loss returned, by key."""
@@ -23,6 +35,42 @@ def require(condition: bool, loss: LossModule, message: str) -> None:
     """Raises an ``AssertionError`` that begins with the name of the loss, unless ``condition`` holds."""
     if not condition:
         raise AssertionError(f"{type(loss).__name__}: {message}")
+
+
+class Violations:
+    """Collects what independent checks find, so that all of it is reported at once.
+
+    Examples:
+        >>> violations = Violations()
+        >>> for number in (1, -2, -3):
+        ...     with violations.collect():
+        ...         assert number > 0, f"{number} is negative"
+        >>> violations.report()
+        Traceback (most recent call last):
+        AssertionError: -2 is negative
+        -3 is negative
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[str, AssertionError] = {}
+
+    @contextlib.contextmanager
+    def collect(self) -> Iterator[None]:
+        """Keeps the ``AssertionError`` of the block, once for each message."""
+        try:
+            yield
+        except AssertionError as error:
+            self._found.setdefault(str(error), error)
+        except Exception:
+            # A loss that is known to be broken may break a check. What was found is the thing to mend first.
+            if not self._found:
+                raise
+
+    def report(self) -> None:
+        """Raises one ``AssertionError`` for all that was found, if anything was."""
+        if self._found:
+            first = next(iter(self._found.values()))
+            raise AssertionError("\n".join(self._found)) from first.__cause__
 
 
 def seeded(function: Callable[[], Any], seed: int = 0) -> Any:

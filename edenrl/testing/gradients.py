@@ -9,7 +9,7 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torchrl.objectives import LossModule
 
-from edenrl.testing.calls import call, fresh_copy, losses_of, require
+from edenrl.testing.calls import Violations, call, fresh_copy, losses_of, require
 
 __all__ = ["check_gradients"]
 
@@ -57,13 +57,16 @@ def check_gradients(loss: LossModule, tensordict: TensorDictBase, reaches: Mappi
         raise ValueError(
             f"`reaches` names {sorted(unknown)}; choose from {list(losses)} and the groups {list(groups)}."
         )
+    violations = Violations()
     for key, expected in reaches.items():
-        actual = {group for group in groups if ids[group] & set(leaves[key])}
-        require(
-            actual == set(expected),
-            loss,
-            f"{key!r} reaches the groups {sorted(actual)} instead of {sorted(expected)}; detach what must not learn.",
-        )
+        actual = sorted(group for group in groups if ids[group] & set(leaves[key]))
+        with violations.collect():
+            require(
+                actual == sorted(set(expected)),
+                loss,
+                f"{key!r} reaches the groups {actual} instead of {sorted(expected)}; detach what must not learn.",
+            )
+    violations.report()
 
 
 def _check_all_declared(

@@ -13,7 +13,7 @@ from torchrl.objectives import LossModule
 from torchrl.objectives.common import AUTO_LOSS_MASK_KEYS
 from torchrl.objectives.value import ValueEstimatorBase
 
-from edenrl.testing.calls import Outputs, call, compare, fresh_copy, losses_of, require, seeded
+from edenrl.testing.calls import Outputs, Violations, call, compare, fresh_copy, losses_of, require, seeded
 
 __all__ = ["anywhere", "check_keys", "check_keyword_call", "entries_read", "is_at", "key_fields", "network_keys"]
 
@@ -45,22 +45,34 @@ def check_keys(loss: LossModule, tensordict: TensorDictBase, read: list[NestedKe
     named = [*fields.values(), *chain.from_iterable(keys for keys in lists if keys), *network_keys(loss, "in_keys")]
     known = {*anywhere(named), *AUTO_LOSS_MASK_KEYS}
     unnamed = [key for key in read if not is_at(key, known)]
-    require(not unnamed, loss, f"forward reads {unnamed}, which set_keys cannot rename; add fields to `_AcceptedKeys`.")
-    _check_unknown_name(loss)
+    violations = Violations()
+    with violations.collect():
+        advice = "add fields to `_AcceptedKeys`"
+        require(not unnamed, loss, f"forward reads {unnamed}, which set_keys cannot rename; {advice}.")
+    with violations.collect():
+        _check_unknown_name(loss)
     base = call(fresh_copy(loss), tensordict)
     for name, key in fields.items():
-        if not any(is_at(entry, _entries_of(key)) for entry in read):
-            continue
-        sharing = [other for other in fields if fields[other] == key]
-        for new in (f"renamed_{name}", ("renamed", name)):
-            problem = _rename_problem(loss, tensordict, base, sharing, key, new)
-            require(
-                not problem,
-                loss,
-                f"set_keys({name}={new!r}) with the entry {key!r} renamed: {problem}; read it as "
-                f"`tensordict.get(self.tensor_keys.{name})` wherever it is used.",
-            )
-        _check_default(loss, name)
+        if any(is_at(entry, _entries_of(key)) for entry in read):
+            with violations.collect():
+                _check_field(loss, tensordict, base, name)
+    violations.report()
+
+
+def _check_field(loss: LossModule, tensordict: TensorDictBase, base: Outputs, name: str) -> None:
+    """Requires that one field of ``tensor_keys`` can be renamed and goes back to its default."""
+    fields = key_fields(loss)
+    key = fields[name]
+    sharing = [other for other in fields if fields[other] == key]
+    for new in (f"renamed_{name}", ("renamed", name)):
+        problem = _rename_problem(loss, tensordict, base, sharing, key, new)
+        require(
+            not problem,
+            loss,
+            f"set_keys({name}={new!r}) with the entry {key!r} renamed: {problem}; read it as "
+            f"`tensordict.get(self.tensor_keys.{name})` wherever it is used.",
+        )
+    _check_default(loss, name)
 
 
 def _check_unknown_name(loss: LossModule) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 
 from tensordict import TensorDictBase
 from torchrl.objectives import LossModule
 
+from edenrl.testing.calls import Violations, call, fresh_copy, require
 from edenrl.testing.gradients import check_gradients
 from edenrl.testing.inputs import check_casts, check_extreme_inputs
 from edenrl.testing.keys import check_keys, check_keyword_call, entries_read
@@ -59,7 +61,8 @@ def check_loss_module(
             ``{"loss_critic": ["critic"]}``; entries that are left out may reach any group.
 
     Raises:
-        AssertionError: for the first clause that is violated, saying how to fix it.
+        AssertionError: for all clauses that are violated, one per line, saying how to fix each. A loss that is no
+            ``LossModule``, or that cannot be called on the batch, is the only thing reported.
         ValueError: for a batch too small to tell the clauses apart, or unknown names in ``reaches``.
 
     Examples:
@@ -79,16 +82,26 @@ def check_loss_module(
         raise ValueError(
             f"check_loss_module needs a TensorDict of shape [B] or [N, T] with 2 steps or more, got {given}."
         )
-    check_attributes(loss)
-    check_outputs(loss, tensordict)
-    check_input_unchanged(loss, tensordict)
-    check_gradients(loss, tensordict, reaches or {})
-    check_coefficients(loss, tensordict)
-    check_reductions(loss, tensordict)
-    check_batch_shapes(loss, tensordict)
+    require(isinstance(loss, LossModule), loss, "not a LossModule; subclass torchrl.objectives.LossModule.")
+    call(fresh_copy(loss), tensordict)  # without which no check can run
     read = entries_read(loss, tensordict)
-    check_keys(loss, tensordict, read)
-    check_keyword_call(loss, tensordict, read)
-    check_state(loss, tensordict)
-    check_casts(loss, tensordict)
-    check_extreme_inputs(loss, tensordict)
+    violations = Violations()
+    checks: tuple[Callable[[LossModule, TensorDictBase], None], ...] = (
+        check_outputs,
+        check_input_unchanged,
+        partial(check_gradients, reaches=reaches or {}),
+        check_coefficients,
+        check_reductions,
+        check_batch_shapes,
+        partial(check_keys, read=read),
+        partial(check_keyword_call, read=read),
+        check_state,
+        check_casts,
+        check_extreme_inputs,
+    )
+    with violations.collect():
+        check_attributes(loss)
+    for check in checks:
+        with violations.collect():
+            check(loss, tensordict)
+    violations.report()

@@ -7,7 +7,18 @@ from tensordict import NestedKey, TensorDictBase, unravel_key
 from torch import Tensor
 from torchrl.objectives import LossModule
 
-from edenrl.testing.calls import Outputs, call, close, compare, fresh_copy, losses_of, require, seeded, without_nan
+from edenrl.testing.calls import (
+    Outputs,
+    Violations,
+    call,
+    close,
+    compare,
+    fresh_copy,
+    losses_of,
+    require,
+    seeded,
+    without_nan,
+)
 
 __all__ = [
     "check_attributes",
@@ -44,12 +55,16 @@ def check_outputs(loss: LossModule, tensordict: TensorDictBase) -> None:
         outputs = call(probe, tensordict, f"on the given batch {under}")
         losses = losses_of(outputs)
         require(bool(losses), loss, f"no entry starts with 'loss_' in {list(outputs)}; nothing would be trained.")
+        violations = Violations()
         for key, value in outputs.items():
-            if key in losses:
-                _check_loss(loss, key, value, reduction)
-            else:
-                _check_metric(loss, key, value, under)
-        _check_out_keys(loss, probe, outputs)
+            with violations.collect():
+                if key in losses:
+                    _check_loss(loss, key, value, reduction)
+                else:
+                    _check_metric(loss, key, value, under)
+        with violations.collect():
+            _check_out_keys(loss, probe, outputs)
+        violations.report()
 
 
 def _check_loss(loss: LossModule, key: str, value: Tensor, reduction: str) -> None:
@@ -124,59 +139,72 @@ def check_coefficients(loss: LossModule, tensordict: TensorDictBase) -> None:
     buffers = dict(loss.named_buffers(recurse=False))
     names = [name for name in {**vars(loss), **buffers} if name.endswith("_coeff") and not name.startswith("_")]
     base = losses_of(call(fresh_copy(loss), tensordict))
+    violations = Violations()
     for name in names:
-        term = f"loss_{name.removesuffix('_coeff')}"
-        if name not in buffers:
-            numeric = isinstance(getattr(loss, name), (int, float))
-            require(not numeric, loss, f"{name!r} is a plain number; use register_coeff_buffer, so that it is saved.")
-            continue
-        require(
-            name in type(loss)._all_schedulable_buffers,
-            loss,
-            f"{name!r} cannot be scheduled: `loss.{name} = 0.5` fails; add it to `_schedulable_buffers`.",
-        )
-        if term not in base or buffers[name].numel() != 1:
-            continue
-        value = float(buffers[name])
-        # A coefficient of zero cannot be doubled: the loss must be zero under it.
-        expected = {**base, term: 2 * base[term] if value else torch.zeros_like(base[term])}
-        scaled = losses_of(call(fresh_copy(loss, **{name: 2 * value}), tensordict))
-        difference = compare(scaled, expected)
-        require(
-            not difference,
-            loss,
-            f"{'doubling' if value else 'the zero'} {name!r} must scale {term!r} alone, but {difference}; multiply "
-            f"{term!r}, and nothing else, by `self.{name}`.",
-        )
+        with violations.collect():
+            _check_coefficient(loss, tensordict, name, base)
+    violations.report()
+
+
+def _check_coefficient(loss: LossModule, tensordict: TensorDictBase, name: str, base: Outputs) -> None:
+    """Checks one coefficient; ``base`` are the losses as they are."""
+    buffer, term = dict(loss.named_buffers(recurse=False)).get(name), f"loss_{name.removesuffix('_coeff')}"
+    if buffer is None:
+        numeric = isinstance(getattr(loss, name), (int, float))
+        require(not numeric, loss, f"{name!r} is a plain number; use register_coeff_buffer, so that it is saved.")
+        return
+    require(
+        name in type(loss)._all_schedulable_buffers,
+        loss,
+        f"{name!r} cannot be scheduled: `loss.{name} = 0.5` fails; add it to `_schedulable_buffers`.",
+    )
+    if term not in base or buffer.numel() != 1:
+        return
+    value = float(buffer)
+    # A coefficient of zero cannot be doubled: the loss must be zero under it.
+    expected = {**base, term: 2 * base[term] if value else torch.zeros_like(base[term])}
+    difference = compare(losses_of(call(fresh_copy(loss, **{name: 2 * value}), tensordict)), expected)
+    require(
+        not difference,
+        loss,
+        f"{'doubling' if value else 'the zero'} {name!r} must scale {term!r} alone, but {difference}; multiply "
+        f"{term!r}, and nothing else, by `self.{name}`.",
+    )
 
 
 def check_reductions(loss: LossModule, tensordict: TensorDictBase) -> None:
     """Requires one number per step under ``"none"``, whose sum and mean are those of ``"sum"`` and ``"mean"``."""
     per = {name: losses_of(call(fresh_copy(loss, reduction=name), tensordict)) for name in ("none", "sum", "mean")}
+    violations = Violations()
     for key, steps in per["none"].items():
-        require(
-            steps.shape == tensordict.shape,
-            loss,
-            f"{key!r} has shape {tuple(steps.shape)} under reduction='none' for a batch {tuple(tensordict.shape)}; "
-            "keep one number per step until a last `self._reduce_loss(per_step, tensordict)`.",
-        )
-        total, mean = per["sum"][key].detach(), per["mean"][key].detach()
-        require(
-            close(steps.sum(), total.reshape(())),
-            loss,
-            f"{key!r} is {total.item():.6g} under reduction='sum', but 'none' sums to {steps.sum().item():.6g}; "
-            "reduce once, with `_reduce_loss`.",
-        )
-        # Steps that do not count (masks, gates) are zero under 'none'.
-        most, least = steps.numel(), max(int((steps != 0).sum()), 1)
-        counts = torch.arange(least, most + 1, device=total.device)
-        fits = [close(total.reshape(()) / count, mean.reshape(())) for count in counts]
-        require(
-            any(fits),
-            loss,
-            f"{key!r} is {mean.item():.6g} under reduction='mean', but 'none' sums to {total.item():.6g} over "
-            f"{least if least == most else f'{least} to {most}'} steps; reduce once, with `_reduce_loss`.",
-        )
+        with violations.collect():
+            require(
+                steps.shape == tensordict.shape,
+                loss,
+                f"{key!r} has shape {tuple(steps.shape)} under reduction='none' for a batch {tuple(tensordict.shape)}; "
+                "keep one number per step until a last `self._reduce_loss(per_step, tensordict)`.",
+            )
+            _check_reduced(loss, key, steps, per["sum"][key].detach(), per["mean"][key].detach())
+    violations.report()
+
+
+def _check_reduced(loss: LossModule, key: str, steps: Tensor, total: Tensor, mean: Tensor) -> None:
+    require(
+        close(steps.sum(), total.reshape(())),
+        loss,
+        f"{key!r} is {total.item():.6g} under reduction='sum', but 'none' sums to {steps.sum().item():.6g}; "
+        "reduce once, with `_reduce_loss`.",
+    )
+    # Steps that do not count (masks, gates) are zero under 'none'.
+    most, least = steps.numel(), max(int((steps != 0).sum()), 1)
+    counts = torch.arange(least, most + 1, device=total.device)
+    fits = [close(total.reshape(()) / count, mean.reshape(())) for count in counts]
+    require(
+        any(fits),
+        loss,
+        f"{key!r} is {mean.item():.6g} under reduction='mean', but 'none' sums to {total.item():.6g} over "
+        f"{least if least == most else f'{least} to {most}'} steps; reduce once, with `_reduce_loss`.",
+    )
 
 
 def check_batch_shapes(loss: LossModule, tensordict: TensorDictBase) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib.util
+import inspect
 import io
 import math
 import re
@@ -201,6 +203,8 @@ class Case:
     """Fields of ``set_keys`` and the entries of the batch that they name."""
     optional: list[NestedKey] = field(default_factory=list)
     """What a batch may lack."""
+    estimates: list[NestedKey] = field(default_factory=list)
+    """Further ``in_keys``, which are read only where there is no advantage."""
     wrong: list[dict[str, Any]] = field(default_factory=list)
     """Settings out of range, the refused one first."""
     unbuilt: dict[str, tuple[dict[str, Any], str]] = field(default_factory=dict)
@@ -221,6 +225,7 @@ class Case:
 
 PPO_READS: list[NestedKey] = ["action", "action_log_prob", "loc", "scale", "advantage"]
 CRITIC_READS: list[NestedKey] = ["state_value", "value_target"]
+NEXT_READS: list[NestedKey] = [("next", "reward"), ("next", "done"), ("next", "terminated")]
 PPO_METRICS = dict.fromkeys(["clip_fraction", "kl_approx", "ESS", "max_ratio", "mean_ratio", "kl"])
 PPO_GIVES: dict[str, list[str] | None] = {"loss_objective": ["policy"], **PPO_METRICS}
 PPO_GIVES |= {"loss_entropy": ["policy"], "entropy": None}
@@ -242,6 +247,7 @@ CASES = {
     "PPO": Case(
         ppo,
         reads=["observation", *PPO_READS, *CRITIC_READS],
+        estimates=[("next", "observation"), *NEXT_READS],
         gives={**PPO_GIVES, **CRITIC_GIVES},
         fields={**PPO_FIELDS, "value_target": "value_target"},
         wrong=CRITIC_WRONG,
@@ -288,6 +294,7 @@ CASES = {
     "HIM": Case(
         him,
         reads=["history", "critic", *PPO_READS, *CRITIC_READS],
+        estimates=[("next", "history"), ("next", "critic"), *NEXT_READS],
         gives={
             **PPO_GIVES,
             **CRITIC_GIVES,
@@ -323,6 +330,13 @@ CASES = {
     "RMA": Case(
         rma,
         reads=["prop", "scan", "priv_explicit", "priv_latent", "prop_history", *PPO_READS, *CRITIC_READS],
+        estimates=[
+            ("next", "prop"),
+            ("next", "scan"),
+            ("next", "priv_explicit"),
+            ("next", "priv_latent"),
+            *NEXT_READS,
+        ],
         gives={
             **PPO_GIVES,
             **CRITIC_GIVES,
@@ -506,7 +520,8 @@ def test_the_check_for_losses_of_users_passes(name: str, networks: dict[str, Any
 def test_an_entry_that_is_not_finite_is_named_before_anything_changes(name: str, value: float) -> None:
     loss, batch = make(name, seed=3)
     before = copy.deepcopy(loss.state_dict())
-    read = [key for key in loss.in_keys if (entry := batch.get(key, None)) is not None and entry.is_floating_point()]
+    held = {key: batch.get(key, None) for key in CASES[name].reads}
+    read = [key for key, entry in held.items() if entry is not None and entry.is_floating_point()]
     if name == "DepthDistillation":  # what lies between two images may be NaN
         read = ["teacher_action", "student_action"]
     for key in read:
@@ -532,7 +547,8 @@ def test_the_check_passes_in_evaluation_mode() -> None:
 @every
 def test_inputs_and_outputs_are_those_declared(name: str) -> None:
     case, (loss, batch) = CASES[name], make(name)
-    assert set(loss.in_keys) == set(case.reads) and len(loss.in_keys) == len(case.reads)
+    declared = [*case.reads, *case.estimates]
+    assert set(loss.in_keys) == set(declared) and len(loss.in_keys) == len(declared)
     assert list(loss.out_keys) == list(case.gives)
     before = batch.clone()
     out = run(loss, batch)
@@ -540,7 +556,7 @@ def test_inputs_and_outputs_are_those_declared(name: str) -> None:
     assert set(batch.keys(True, True)) == set(before.keys(True, True))
     assert all(torch.equal(batch[key], before[key]) for key in before.keys(True, True))
     # Nothing beside what is declared is read.
-    assert_same(run(make(name)[0], batch.select(*loss.in_keys)), out)
+    assert_same(run(make(name)[0], batch.select(*case.reads)), out)
 
 
 @pytest.mark.parametrize(
@@ -796,3 +812,37 @@ def test_with_and_without_a_functional_copy_it_is_the_same(name: str) -> None:
     assert set(its) == set(others)
     for key, found in its.items():
         torch.testing.assert_close(found, others[key])
+
+
+@pytest.mark.parametrize("functional", [True, False])
+@every
+def test_a_reset_does_something_or_says_that_it_does_not(name: str, functional: bool) -> None:
+    resets = functional and CASES[name].functional
+    loss = make(name, **({"functional": functional} if CASES[name].functional else {}))[0]
+    before = {key: parameter.detach().clone() for key, parameter in loss.named_parameters()}
+    refusal = f"{type(loss).__name__} holds no functional network"
+    with contextlib.nullcontext() if resets else pytest.warns(UserWarning, match=refusal):
+        loss.reset_parameters_recursive()
+    weights = [key for key in before if "weight" in key]
+    assert weights and all(torch.equal(before[key], loss.get_parameter(key)) != resets for key in weights)
+
+
+@every
+def test_networks_of_the_wrong_kind_are_refused_by_name(name: str) -> None:
+    torch.manual_seed(0)
+    parts, fixed, _ = CASES[name].build()
+    arguments = list(inspect.signature(registered_losses()[name]).parameters)
+    for place, argument in enumerate(arguments[: len(parts)]):
+        for wrong in (nn.Linear(3, 2), 3, torch.zeros(2), nn.Linear):
+            given = [*parts[:place], wrong, *parts[place + 1 :]]
+            with pytest.raises(ValueError, match=rf"^{registered_losses()[name].__name__} needs {argument} to be a"):
+                make_loss(name, *given, **fixed)
+
+
+@pytest.mark.parametrize("name", ["PPO", "CMDP", "HIM", "RMA", "FlashSAC"])
+def test_actor_and_critic_that_are_swapped_are_refused(name: str) -> None:
+    (actor, critic, *rest), fixed, _ = CASES[name].build()
+    with pytest.raises(ValueError, match="needs actor_network to be an? .* and has no distribution"):
+        make_loss(name, critic, actor, *rest, **fixed)
+    with pytest.raises(ValueError, match="needs critic_network to be a .*which is a policy"):
+        make_loss(name, actor, actor, *rest, **fixed)

@@ -474,3 +474,13 @@ def test_a_reward_without_the_dimension_of_the_agents_is_refused():
     critic = TensorDictModule(lambda x: torch.randn(*x.shape[:2], 4, 1), ["observation"], ["state_value"])
     with pytest.raises(RuntimeError, match="shape"):
         GAE(gamma=0.97, lmbda=0.9, value_network=critic)(td)
+
+
+@pytest.mark.parametrize("absent", [["next"], [("next", "reward")], [("next", "done")]])
+def test_a_rollout_without_outcomes_is_told_what_it_lacks(absent):
+    done = torch.zeros(3, 4, 1, dtype=torch.bool)
+    following = TensorDict(observation=torch.zeros(3, 4, 2), reward=torch.zeros(3, 4, 1), done=done, batch_size=[3, 4])
+    data = TensorDict(observation=torch.zeros(3, 4, 2), next=following, batch_size=[3, 4]).exclude(*absent)
+    key = "reward" if absent == ["next"] else absent[0][1]
+    with pytest.raises(KeyError, match=rf"GAE needs a rollout .*'{key}'.* under 'next'.*collector or of env.rollout"):
+        GAE(gamma=0.9, lmbda=0.9, value_network=value_critic({"observation": 2}))(data)

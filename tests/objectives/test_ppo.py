@@ -8,10 +8,10 @@ from torch import nn
 from torchrl.data import Bounded
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 from torchrl.modules import IndependentNormal, ProbabilisticActor, ValueOperator
-from torchrl.objectives import ClipPPOLoss
+from torchrl.objectives import ClipPPOLoss, ValueEstimators
 
 from edenrl.modules import TaskConstraint, categorical_actor, gaussian_actor, value_critic
-from edenrl.objectives import CMDPLoss, GRPOLoss, HIMLoss, PPOLoss, gaussian_kl
+from edenrl.objectives import GAE, CMDPLoss, GRPOLoss, HIMLoss, PPOLoss, gaussian_kl
 from edenrl.optim import GradientStep, make_lr_schedule
 from edenrl.testing import check_loss_module
 
@@ -411,3 +411,170 @@ def test_the_share_of_clipped_values_is_logged():
     td = rollout(actor, critic)
     td["state_value"] += 1000.0
     assert PPOLoss(actor, critic)(td)["value_clip_fraction"].item() == 1.0
+
+
+# ---- what the parent takes -------------------------------------------------------------------------------------------
+
+
+def collected(actor, shape, seed=0, names=None):
+    """A rollout as it is collected: no values, no advantage."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        td = actor(TensorDict(observation=torch.randn(*shape, 3, generator=generator), batch_size=shape, names=names))
+    done = torch.rand(*shape, 1, generator=generator) < 0.2
+    reward = torch.randn(*shape, 1, generator=generator)
+    following = torch.randn(*shape, 3, generator=generator)
+    return td.set(
+        "next", TensorDict(observation=following, reward=reward, done=done, terminated=done, batch_size=shape)
+    )
+
+
+def parts(seed=0):
+    torch.manual_seed(seed)
+    return gaussian_actor({"observation": 3}, 2, hidden=(8,)), value_critic({"observation": 3}, hidden=(8,))
+
+
+@pytest.mark.parametrize("functional", [True, False])
+@pytest.mark.parametrize(
+    ("shape", "names", "by_keyword"),
+    [((4, 5), None, False), ((3, 2, 7), None, False), ((9,), ["time"], False), ((9,), None, True)],
+)
+@pytest.mark.parametrize("seed", [0, 5])
+def test_a_rollout_without_advantage_is_that_of_the_estimator(shape, names, by_keyword, functional, seed):
+    actor, critic = parts(seed)
+    loss = PPOLoss(actor, critic, functional=functional).make_value_estimator("gae", gamma=0.9, lmbda=0.8)
+    td = collected(actor, shape, seed, names)
+    given = GAE(gamma=0.9, lmbda=0.8, value_network=parts(seed)[1])(td.clone())
+    expected = loss(given)
+    if by_keyword:
+        flat = td.flatten_keys("_").to_dict()
+        out = dict(zip(loss.out_keys, loss(**flat), strict=True))
+    else:
+        out = loss(td)
+        assert set(td.keys()) == {"observation", "loc", "scale", "action", "action_log_prob", "next"}
+    assert set(out.keys()) == set(expected.keys())
+    for key, value in expected.items():
+        torch.testing.assert_close(out[key], value, rtol=1e-4, atol=1e-5)
+    sum(out[key] for key in ("loss_objective", "loss_critic", "loss_entropy")).backward()
+    reached = {name: [p.grad for p in group] for name, group in loss.parameter_groups().items()}
+    assert all(grad is not None for grads in reached.values() for grad in grads)
+
+
+def test_the_estimator_is_the_librarys_and_follows_its_settings():
+    actor, critic = parts()
+    loss = PPOLoss(actor, critic)
+    assert isinstance(loss.value_estimator, GAE)
+    loss.make_value_estimator(loss.value_type, gamma=0.5)
+    assert isinstance(loss.value_estimator, GAE) and float(loss.value_estimator.gamma) == 0.5
+    loss.set_keys(advantage="adv", reward="r", value_target="goal")
+    keys = loss.value_estimator.tensor_keys
+    assert (keys.advantage, keys.reward, keys.value_target) == ("adv", "r", "goal") and ("next", "r") in loss.in_keys
+    loss.make_value_estimator(ValueEstimators.TD0, gamma=0.5)
+    assert not isinstance(loss.value_estimator, GAE)
+
+
+def test_a_batch_that_is_no_rollout_needs_an_advantage():
+    actor, critic = parts()
+    td = collected(actor, (6,))
+    with pytest.raises(KeyError, match=r"no 'advantage'.*this batch \(6,\) has no dimension named 'time'"):
+        PPOLoss(actor, critic)(td)
+    with pytest.raises(KeyError, match=r"no 'advantage'.*this batch lacks \[\('next', 'reward'\)\]"):
+        PPOLoss(actor, critic)(collected(actor, (2, 3)).exclude(("next", "reward")))
+    with pytest.raises(KeyError, match=r"no 'advantage'. Run GAE .*\(advantage=...\).\"$"):
+        PPOLoss(actor)(collected(actor, (2, 3)))
+    two = value_critic({"observation": 3}, num_values=2)
+    with pytest.raises(ValueError, match="one advantage per sample"):
+        PPOLoss(actor, two)(collected(actor, (2, 3)))
+
+
+def test_what_follows_a_terminated_step_may_be_nan_where_the_advantage_is_given():
+    actor, critic = parts()
+    td = rollout(actor, critic, (4, 5))
+    td["next", "observation"] = torch.full((4, 5, 3), torch.nan)
+    assert PPOLoss(actor, critic)(td)["loss_objective"].isfinite()
+
+
+@pytest.mark.parametrize("pair", [(0.2, 0.28), (0.3, 0.1), [0.1, 0.5]])
+def test_a_pair_of_clip_ranges_clips_values_by_the_smaller(pair):
+    actor, critic = parts()
+    td = rollout(actor, critic)
+    td["state_value"] += 1.0
+    expected = PPOLoss(actor, critic, clip_value=min(pair))(td)["loss_critic"]
+    assert torch.equal(PPOLoss(actor, critic, clip_epsilon=pair)(td)["loss_critic"], expected)
+
+
+@pytest.mark.parametrize("agents", [1, 4])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_several_agents_share_a_batch(agents, reduction):
+    actor, critic = parts()
+    td = collected(actor, (5, agents)).exclude("next")
+    td = critic(td).detach().update({"advantage": torch.randn(5, agents, 1), "value_target": torch.randn(5, agents, 1)})
+    loss = PPOLoss(actor, critic, reduction=reduction)
+    nested = td.clone()
+    nested.batch_size = [5]
+    flat, out = loss(td), loss(nested)
+    for key in ("loss_objective", "loss_critic", "loss_entropy", "kl", "explained_variance"):
+        torch.testing.assert_close(out[key], flat[key])
+
+
+def test_the_old_distribution_may_be_missing_but_not_silently():
+    actor, critic = parts()
+    td = rollout(actor, critic)
+    with pytest.warns(UserWarning, match="neither 'loc' nor 'scale': 'kl' is the sampled estimate"):
+        out = PPOLoss(actor, critic)(td.exclude("loc", "scale"))
+    assert torch.equal(out["kl"], out["kl_approx"])
+
+
+class Choice(nn.Module):
+    """A policy that is no TensorDict module."""
+
+    in_keys = ["observation"]
+
+    def __init__(self):
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(3))
+
+    def get_dist(self, tensordict):
+        return torch.distributions.Categorical(logits=tensordict["observation"] + self.bias)
+
+
+def test_a_policy_needs_no_out_keys():
+    td = TensorDict(observation=torch.zeros(4, 3), action=torch.zeros(4), advantage=torch.ones(4, 1), batch_size=[4])
+    td["action_log_prob"] = torch.full((4,), 1 / 3).log()
+    assert PPOLoss(Choice())(td)["loss_objective"].item() == pytest.approx(-1.0)
+
+
+def test_composite_policies_train():
+    from tensordict.nn import CompositeDistribution, set_composite_lp_aggregate
+    from torch.distributions import Categorical, Normal
+
+    with set_composite_lp_aggregate(False):
+        net = nn.Sequential(nn.Linear(3, 4), Split())
+        module = TensorDictModule(
+            net,
+            in_keys=["observation"],
+            out_keys=[("params", "a", "logits"), ("params", "b", "loc"), ("params", "b", "scale")],
+        )
+        names = {"a": ("agent", "a"), "b": ("agent", "b")}
+        actor = ProbabilisticActor(
+            module,
+            in_keys=["params"],
+            out_keys=list(names.values()),
+            distribution_class=CompositeDistribution,
+            distribution_kwargs={"distribution_map": {"a": Categorical, "b": Normal}, "name_map": names},
+            return_log_prob=True,
+        )
+        critic = value_critic({"observation": 3}, hidden=(8,))
+        loss = PPOLoss(actor, critic, normalize_advantage=True)
+        td = collected(actor, (4, 5))
+        out = loss(td)
+        assert out["mean_ratio"].item() == pytest.approx(1.0, abs=1e-5)
+        sum(out[key] for key in ("loss_objective", "loss_critic", "loss_entropy")).backward()
+        assert all(p.grad is not None for group in loss.parameter_groups().values() for p in group)
+
+
+class Split(nn.Module):
+    """Logits of two classes, a mean and a standard deviation."""
+
+    def forward(self, x):
+        return x[..., :2], x[..., 2], x[..., 3].exp()

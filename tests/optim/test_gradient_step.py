@@ -1,3 +1,5 @@
+import warnings
+
 import pytest
 import torch
 from tensordict import TensorDict
@@ -107,7 +109,8 @@ def test_wrong_wiring_is_refused():
 
 def test_parameters_outside_the_optimizer_are_left_alone():
     loss = TwoGroups()
-    step = GradientStep(loss, torch.optim.SGD([loss.a], lr=0.1), max_grad_norm=1.0)
+    with pytest.warns(UserWarning, match="no optimizer steps all of"):
+        step = GradientStep(loss, torch.optim.SGD([loss.a], lr=0.1), max_grad_norm=1.0)
     metrics = step(loss())
     assert loss.b.item() == 1.0 and "grad_norm_critic" not in metrics
 
@@ -300,3 +303,13 @@ def test_the_error_names_the_update():
     step(loss())
     with pytest.raises(FloatingPointError, match=r"Non-finite gradient in a \(.*\) in update 2\."):
         step(loss(scale=torch.tensor(float("inf"))))
+
+
+@pytest.mark.parametrize(("kept", "left"), [(["a"], "'critic': '1 of its 1"), (["b"], "'actor': '1 of its 1")])
+def test_a_group_without_an_optimizer_is_warned_of(kept, left):
+    loss = TwoGroups()
+    with pytest.warns(UserWarning, match=left):
+        GradientStep(loss, torch.optim.SGD([getattr(loss, name) for name in kept], lr=0.1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        GradientStep(loss, {name: torch.optim.SGD([getattr(loss, name)], lr=0.1) for name in ("a", "b")})
