@@ -28,7 +28,7 @@ def _stepped_groups(
     optimizers: Iterable[torch.optim.Optimizer],
     names: Mapping[int, str],
 ) -> dict[str, list[nn.Parameter]]:
-    """The parameters of each group that an optimizer steps; groups without any are left out, with a warning.
+    """The parameters of each group that an optimizer steps; groups without any are left out.
 
     Args:
         groups: the declared groups.
@@ -46,18 +46,6 @@ def _stepped_groups(
         problem = f"undeclared: {', '.join(stray)}" if stray else "the groups overlap"
         raise ValueError(
             f"The optimizers' parameters must be in exactly one group of parameter_groups() {list(groups)}; {problem}."
-        )
-    left = {
-        name: f"{len(parameters) - len(kept[name])} of its {len(parameters)} parameters"
-        for name, parameters in groups.items()
-        if len(kept[name]) < len(parameters)
-    }
-    if left:
-        warnings.warn(
-            f"The loss trains {list(groups)}, but no optimizer steps all of {list(left)}: left out are {left}. They "
-            "stay as they are. Give an optimizer loss.parameters() or these groups of loss.parameter_groups(), or "
-            "freeze them with requires_grad_(False).",
-            stacklevel=3,
         )
     return {name: parameters for name, parameters in kept.items() if parameters}
 
@@ -101,7 +89,8 @@ class GradientStep:
     Args:
         loss: the LossModule. Its ``parameter_groups()`` names the groups, each of which is clipped on its own. A module
             without that method is one group "all".
-        optimizers: an optimizer, or named ones. Parameters that the loss trains and no optimizer holds are warned of.
+        optimizers: an optimizer, or named ones. Parameters that the losses reach and no optimizer holds are warned of
+            at the first step.
         max_grad_norm: clip norm of every group, or per group name; ``None`` does not clip.
         lr_schedule: a schedule of ``make_lr_schedule``. KL-adaptive ones read ``kl_key`` *before* the step, others
             advance after it.
@@ -148,6 +137,8 @@ class GradientStep:
         groups: dict[str, list[nn.Parameter]] = {name: list(parameters) for name, parameters in declared().items()}
         self._names = {id(p): name for name, p in loss.named_parameters()}
         self.groups = _stepped_groups(groups, self.optimizers.values(), self._names)
+        stepped = {id(p) for parameters in self.groups.values() for p in parameters}
+        self._not_stepped = {name: [p for p in ps if id(p) not in stepped] for name, ps in groups.items()}
         self.max_grad_norm = _norm_limits(max_grad_norm, list(groups), list(self.groups))
         if max_norm_before_clip is not None and not 0 < max_norm_before_clip < math.inf:
             raise ValueError(f"max_norm_before_clip must be a positive number or None, got {max_norm_before_clip!r}.")
@@ -201,6 +192,7 @@ class GradientStep:
         """
         if not self._pending:
             raise RuntimeError("GradientStep.step() has no gradient to apply: call backward(losses) first.")
+        self._warn_of_the_untrained()
         loss, kl, terms = self._take_pending()
         if _several_processes():
             loss, kl = self._average_processes(loss, loss.new_tensor(0.0) if kl is None else kl)
@@ -227,6 +219,20 @@ class GradientStep:
         lr = next(iter(self.optimizers.values())).param_groups[0]["lr"]
         metrics["lr"] = torch.full((), float(lr), device=loss.device)
         return metrics
+
+    def _warn_of_the_untrained(self) -> None:
+        """Warns, in the first step, of declared parameters that got a gradient and belong to no optimizer."""
+        # Not in the constructor: parts of one loss may have steps of their own, and losses that reach only their part.
+        left, self._not_stepped = self._not_stepped, {}
+        reached = {name: sum(p.grad is not None for p in parameters) for name, parameters in left.items()}
+        if reached := {name: count for name, count in reached.items() if count}:
+            warnings.warn(
+                f"The loss trains {list(left)}, but no optimizer of this step holds {reached} (by group) of the "
+                "parameters that the gradient reaches: they stay as they are. Give an optimizer "
+                "loss.parameters() or these groups of loss.parameter_groups(), or freeze them with "
+                "requires_grad_(False).",
+                stacklevel=4,
+            )
 
     def _take_pending(self) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
         """The losses of all ``backward`` calls since the last step, summed, their mean KL, and the sums by entry."""

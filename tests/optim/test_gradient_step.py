@@ -109,9 +109,9 @@ def test_wrong_wiring_is_refused():
 
 def test_parameters_outside_the_optimizer_are_left_alone():
     loss = TwoGroups()
-    with pytest.warns(UserWarning, match="no optimizer steps all of"):
-        step = GradientStep(loss, torch.optim.SGD([loss.a], lr=0.1), max_grad_norm=1.0)
-    metrics = step(loss())
+    step = GradientStep(loss, torch.optim.SGD([loss.a], lr=0.1), max_grad_norm=1.0)
+    with pytest.warns(UserWarning, match="no optimizer of this step holds {'critic': 1}"):
+        metrics = step(loss())
     assert loss.b.item() == 1.0 and "grad_norm_critic" not in metrics
 
 
@@ -305,11 +305,23 @@ def test_the_error_names_the_update():
         step(loss(scale=torch.tensor(float("inf"))))
 
 
-@pytest.mark.parametrize(("kept", "left"), [(["a"], "'critic': '1 of its 1"), (["b"], "'actor': '1 of its 1")])
-def test_a_group_without_an_optimizer_is_warned_of(kept, left):
+@pytest.mark.parametrize(("kept", "left"), [("a", "critic"), ("b", "actor")])
+def test_a_group_without_an_optimizer_is_warned_of_once(kept, left):
     loss = TwoGroups()
-    with pytest.warns(UserWarning, match=left):
-        GradientStep(loss, torch.optim.SGD([getattr(loss, name) for name in kept], lr=0.1))
+    step = GradientStep(loss, torch.optim.SGD([getattr(loss, kept)], lr=0.1))
+    with pytest.warns(UserWarning, match=rf"\['actor', 'critic'\], but no optimizer of this step holds \{{'{left}': 1"):
+        step(loss())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        GradientStep(loss, {name: torch.optim.SGD([getattr(loss, name)], lr=0.1) for name in ("a", "b")})
+        step(loss())
+        GradientStep(loss, {name: torch.optim.SGD([getattr(loss, name)], lr=0.1) for name in ("a", "b")})(loss())
+
+
+def test_parts_of_a_loss_may_have_steps_of_their_own():
+    loss = TwoGroups()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for name in ("a", "b"):
+            step = GradientStep(loss, torch.optim.SGD([getattr(loss, name)], lr=0.1))
+            step(loss().select(f"loss_{name}"))
+    assert loss.a.item() == pytest.approx(0.7) and loss.b.item() == pytest.approx(0.6)
