@@ -23,9 +23,11 @@ from torch import Tensor
 from torchrl.checkpoint import GlobalRNGState
 from torchrl.collectors import MultiSyncCollector
 from torchrl.envs import EnvBase
+from torchrl.weight_update import SharedMemWeightSyncScheme
 
 from edenrl.collectors.rollout import ClosingCollector, Collector, needs_primers
 from edenrl.collectors.storage_space import require_rollout_space
+from edenrl.envs import spawn_seeds
 from edenrl.modules import several_processes
 
 __all__ = ["make_collector"]
@@ -59,7 +61,7 @@ def make_collector(
         worker_env: builds the environment of worker i, with N / num_workers rows and the seed of that worker. It must
             be picklable. For Ray it must be defined in an importable module, not in the script.
         num_workers: number of workers; it divides N.
-        seed: worker i samples actions with ``seed + i``.
+        seed: of the action samples. Each worker has an independent seed, see ``edenrl.envs.spawn_seeds``.
 
     Raises:
         ValueError: for an unknown kind, workers without ``worker_env``, workers under ``torchrun``, frames that do not
@@ -87,8 +89,8 @@ def make_collector(
         raise ValueError(f"frames_per_batch={frames_per_batch} does not split over num_workers={num_workers}.")
     if env is not None:
         require_rollout_space(env, frames_per_batch, torch.device("cpu"))
-    workers = range(num_workers)
-    makers: list[Maker] = [partial(_seeded, worker_env, seed + worker, worker) for worker in workers]
+    seeds = spawn_seeds(seed, num_workers)
+    makers: list[Maker] = [partial(_seeded, worker_env, seeds[worker], worker) for worker in range(num_workers)]
     build = _multi_sync if kind == "multi_sync" else _ray
     collector = build(makers, policy, frames_per_batch)
     # If the script ends with an error, Python and the workers would wait for each other without this. Calling
@@ -150,6 +152,18 @@ class _MultiSync(ClosingCollector, MultiSyncCollector):
             ) from error
 
 
+class _SharedWeights(SharedMemWeightSyncScheme):
+    """Weights in shared memory.
+
+    TorchRL's class starts a thread when it is deleted. A traceback that is kept to the end of the program keeps it
+    alive, and then the thread never starts and the program never ends.
+    """
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            super().__del__()
+
+
 _CPU: dict[str, Any] = {name: "cpu" for name in ("policy_device", "env_device", "storing_device")}
 
 
@@ -165,6 +179,7 @@ def _multi_sync(makers: list[Maker], policy: Any, frames: int) -> ClosingCollect
         use_buffers=True,
         num_threads=torch.get_num_threads(),
         init_fn=_ignore_signals,
+        weight_sync_schemes={"policy": _SharedWeights()},
         auto_register_policy_transforms=needs_primers(policy),
         **_CPU,
     )

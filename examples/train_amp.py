@@ -30,7 +30,7 @@ def main(argv=None):
     cfg = parse_cli(Train, argv, presets=presets.AMP)
     algo = cfg.algorithm
     with Run(cfg) as run:  # seeds, device, run directory, checkpoints, evaluation, Ctrl-C
-        own = dict(seed=cfg.seed + distributed.rank(), device=run.device)
+        own = dict(seed=run.seed, device=run.device)
         motion = run.keep(motion=load_motion(algo.motion, cfg.env.name, algo.num_frames, **own))
         env = run.env()
         motion.match(env, resample=algo.resample)

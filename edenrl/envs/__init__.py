@@ -12,7 +12,7 @@ from edenrl.envs.point_mass import PointMass
 from edenrl.envs.quadruped import Quadruped, QuadrupedTerrain
 from edenrl.envs.registry import make_env, register_env, registered_envs
 from edenrl.envs.reward_groups import RewardGroups
-from edenrl.envs.seeds import spawn_seeds
+from edenrl.envs.seeds import process_seed, spawn_seeds
 from edenrl.envs.self_resetting import SelfResettingEnv
 from edenrl.envs.tensor_state import TensorStateEnv
 from edenrl.envs.transforms import (
@@ -60,6 +60,7 @@ __all__ = [
     "registered_envs",
     "repeat_in_groups",
     "set_group_size",
+    "process_seed",
     "spawn_seeds",
     "wrap_env",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-__all__ = ["chosen_seed", "spawn_seeds"]
+__all__ = ["chosen_seed", "process_seed", "spawn_seeds"]
 
 
 def chosen_seed(seed: int | None) -> int:
@@ -19,6 +19,20 @@ def chosen_seed(seed: int | None) -> int:
         7
     """
     return int(torch.randint(2**31 - 1, ()).item()) if seed is None else seed
+
+
+def process_seed(seed: int, process: int) -> int:
+    """The seed of one of several processes that train together: ``seed`` for the first, independent ones for the others.
+
+    Args:
+        seed: seed of the run.
+        process: number of the process, from 0.
+
+    Examples:
+        >>> process_seed(3, 0), process_seed(3, 1) != process_seed(4, 0)
+        (3, True)
+    """
+    return spawn_seeds(seed, process + 1)[process] if process else seed
 
 
 def spawn_seeds(seed: int, n: int) -> list[int]:

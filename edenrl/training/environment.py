@@ -14,7 +14,7 @@ from torchrl.modules.utils import get_primers_from_module
 
 from edenrl import distributed
 from edenrl.config import EnvConfig, RunConfig
-from edenrl.envs import make_env, wrap_env
+from edenrl.envs import make_env, process_seed, spawn_seeds, wrap_env
 from edenrl.modules import make_actor, observation_groups, value_critic
 from edenrl.training.evaluation import evaluate
 
@@ -38,13 +38,12 @@ def build_env(
         cfg: the configuration.
         device: device of the tensors.
         num_envs: rows; default ``cfg.env.num_envs``, or 1 where ``cfg.collector`` leaves the stepping to workers.
-        seed: default ``cfg.seed``; under ``torchrun`` each process continues where the seeds of the one before it end.
+        seed: default ``cfg.seed``; under ``torchrun`` an independent one for each process.
     """
     if num_envs is None:
         num_envs = cfg.env.num_envs if cfg.collector == "single" else 1
     if seed is None:
-        # Row i of a Gymnasium vector has seed + i, so neighbouring seeds would repeat environments.
-        seed = cfg.seed + distributed.rank() * cfg.env.num_envs
+        seed = process_seed(cfg.seed, distributed.rank())
     return _build(cfg.env, num_envs, device, seed)
 
 
@@ -130,8 +129,8 @@ def _build(env: EnvConfig, num_envs: int, device: torch.device | str, seed: int)
     return make_env(env.name, num_envs, device, seed, **options)
 
 
-def _worker_env(env: EnvConfig, num_envs: int, first_seed: int, worker: int) -> EnvBase:
-    built = _build(env, num_envs, "cpu", first_seed + worker * num_envs)
+def _worker_env(env: EnvConfig, num_envs: int, seed: int, worker: int) -> EnvBase:
+    built = _build(env, num_envs, "cpu", spawn_seeds(seed, worker + 1)[worker])
     return wrap_env(built, action_mode=env.action_mode, reward_scale=env.reward_scale)
 
 

@@ -16,7 +16,7 @@ from torchrl.envs import EnvBase, TransformedEnv
 from edenrl import distributed
 from edenrl._files import DiskFullError, disk_space
 from edenrl.config import RunConfig
-from edenrl.envs import action_box, wrap_env
+from edenrl.envs import action_box, process_seed, wrap_env
 from edenrl.optim import GradientStep
 from edenrl.training.checkpoint import has_checkpoint, load_weights
 from edenrl.training.environment import build_env, collector_options, evaluate_run
@@ -59,6 +59,7 @@ class Run:
 
     Attributes:
         device: the device of networks and environments.
+        seed: the seed of this process.
         dir: the run directory, once the run has begun.
         leads: whether this process is the one that writes, prints and evaluates.
         iteration: iterations that are done.
@@ -115,6 +116,7 @@ class Run:
         if cfg.export:
             require_export()
         self.device = setup(cfg)
+        self.seed = process_seed(cfg.seed, distributed.rank())
         self.leads = distributed.rank() == 0
         iterations, frames = self._asked
         processes = distributed.world_size()

@@ -9,6 +9,7 @@ import torch
 
 from edenrl import distributed
 from edenrl.config import RunConfig
+from edenrl.envs import process_seed
 
 __all__ = ["setup"]
 
@@ -27,6 +28,7 @@ def setup(cfg: RunConfig) -> torch.device:
 
     Examples:
         >>> from edenrl.config import RunConfig
+    from edenrl.envs import process_seed
         >>> setup(RunConfig(device="cpu"))
         device(type='cpu')
     """
@@ -37,7 +39,7 @@ def setup(cfg: RunConfig) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"device={cfg.device!r} cannot be used here ({error}). Set --device cpu.") from None
     distributed.start(device, cfg.process_timeout)
-    seed = cfg.seed + distributed.rank()
+    seed = process_seed(cfg.seed, distributed.rank())
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)

@@ -4,6 +4,8 @@ import importlib.util
 import os
 import random
 import signal
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ import torch
 
 from edenrl.collectors import Collector, make, make_collector
 from edenrl.config import EnvConfig, RunConfig
-from edenrl.envs import PointMass
+from edenrl.envs import PointMass, spawn_seeds
 from edenrl.modules import make_actor, update_normalization
 from edenrl.training import collector_options
 
@@ -76,7 +78,7 @@ def test_rows_are_those_of_the_workers_one_after_another(collected):
     batches = collected["batches"]
     assert batches[0].batch_size == (ROWS, STEPS)
     for worker, rows in enumerate((slice(0, ROWS // 2), slice(ROWS // 2, ROWS))):
-        policy, seed = make_policy(), 4 + worker
+        policy, seed = make_policy(), spawn_seeds(4, 2)[worker]
         random.seed(seed)
         np.random.seed(seed)
         torch.manual_seed(seed)
@@ -101,6 +103,43 @@ def test_a_new_collector_continues_bit_for_bit(collected):
     third, continued = collected["batches"][2], collected["continued"]
     assert differing(third, continued) == {}
     assert third["next", "done"].any(), "no episode ended: the test proves too little"
+
+
+_FAILS = """
+import sys
+from edenrl.collectors import make_collector
+from edenrl.envs import make_env, wrap_env
+from edenrl.modules import gaussian_actor, observation_groups
+
+
+def maker(worker, broken=False):
+    if broken:
+        raise RuntimeError("cannot be built")
+    return wrap_env(make_env("PointMass", 2, seed=worker))
+
+
+def broken(worker):
+    return maker(worker, broken=True)
+
+
+if __name__ == "__main__":
+    env = maker(0)
+    policy = gaussian_actor(observation_groups(env.observation_spec), env.action_spec_unbatched)
+    options = dict(frames_per_batch=8, kind="multi_sync", num_workers=2)
+    collector = make_collector(None, policy, worker_env=broken if "worker" in sys.argv else maker, **options)
+    if "batch" in sys.argv:
+        next(iter(collector))
+    raise KeyError("an error of the script")
+"""
+
+
+@pytest.mark.parametrize(("when", "message"), [("worker", "cannot be built"), ("before", "of the script"),
+                                               ("batch", "of the script")])  # fmt: skip
+def test_a_program_that_fails_ends(tmp_path, when, message):
+    """The traceback keeps the collector until the interpreter ends, and TorchRL's then waits for ever."""
+    (tmp_path / "fails.py").write_text(_FAILS)
+    done = subprocess.run([sys.executable, "fails.py", when], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and message in done.stderr
 
 
 def test_a_gymnasium_environment_gets_a_seed_of_its_own_in_every_row():

@@ -12,8 +12,11 @@ from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from gymnasium.vector import AutoresetMode
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
 
+from edenrl.config import EnvConfig, RunConfig
 from edenrl.envs import GymVectorEnv, Quadruped, QuadrupedTerrain, make_gym_env, set_group_size, spawn_seeds
 from edenrl.envs.seeds import chosen_seed
+from edenrl.training import setup
+from edenrl.training.environment import build_env, collector_options
 
 needs_mujoco = pytest.mark.skipif(importlib.util.find_spec("mujoco") is None, reason="needs mujoco")
 
@@ -90,3 +93,19 @@ def test_a_seed_of_the_constructor_and_of_set_seed_is_the_same(cls: type[Quadrup
     later.set_seed(seed)
     for _ in range(2):
         assert torch.equal(built.reset()["policy"], later.reset()["policy"])
+
+
+@pytest.mark.parametrize(("seeds", "processes"), [((0, 1, 2), 3), ((7, 8), 5)])
+def test_processes_and_workers_of_neighbouring_seeds_share_no_stream(monkeypatch, seeds, processes) -> None:
+    """Before, process 1 of seed 0 drew what process 0 of seed 1 drew."""
+    drawn, episodes, of_workers = set(), set(), set()
+    for seed in seeds:
+        cfg = RunConfig(seed=seed, env=EnvConfig(num_envs=processes), collector="multi_sync", num_workers=processes)
+        for number in range(processes):
+            monkeypatch.setattr("edenrl.distributed.rank", lambda number=number: number)
+            setup(cfg)
+            drawn.add((float(torch.rand(())), float(np.random.rand())))
+            episodes.add(tuple(build_env(cfg, num_envs=1).reset()["observation"][0].tolist()))
+            worker = collector_options(cfg)["worker_env"](number)
+            of_workers.add(tuple(worker.reset()["observation"][0].tolist()))
+    assert len(drawn) == len(episodes) == len(of_workers) == len(seeds) * processes
