@@ -25,7 +25,7 @@ from edenrl.training.metrics import IterationMetrics
 from edenrl.training.observations import changed_observations, describe_observations, save_observations
 from edenrl.training.optimization import Trained, build_gradient_step
 from edenrl.training.progress import format_table, print_line
-from edenrl.training.reports import run_table
+from edenrl.training.reports import run_banner, run_table
 from edenrl.training.startup import setup
 from edenrl.training.stopping import StopRequest
 
@@ -208,6 +208,11 @@ class Run:
         self.unit, self.frames_per_iteration = "updates", 1
 
     @property
+    def components(self) -> Mapping[str, Any]:
+        """What ``keep`` and ``gradient_step`` have named so far."""
+        return dict(self._components)
+
+    @property
     def is_new(self) -> bool:
         """Whether the run starts from the beginning: there is no checkpoint to continue from."""
         return self.cfg.resume is None or not has_checkpoint(self.cfg.resume)
@@ -248,6 +253,7 @@ class Run:
             self.folder.open_outputs(self.iteration, done, total, self.unit)
             if self.leads and self._env is not None:
                 save_observations(self.dir, describe_observations(self._env))
+            self.folder.say(run_banner(self))
             self._say_where_it_starts(resumed)
             self._stop = StopRequest(self.folder.say)
             self._stop.catch_signals()

@@ -298,6 +298,14 @@ def test_output_to_a_file_is_a_few_plain_lines(tmp_path):
     seconds = time.monotonic() - began
     progress = [line for line in done.stdout.splitlines() if "frames," in line]
     assert 1 <= len(progress) <= 1 + seconds / 5
+    assert all(f"{word} " in progress[0] for word in ("loss", "KL", "lr"))
+    banner = dict(line.split("  ", 1) for line in done.stdout.split("\n\n")[0].splitlines() if "  " in line)
+    banner = {name: value.strip() for name, value in banner.items()}
+    policy = sum(p.numel() for p in PPO.policy(tmp_path / "run").parameters())
+    assert banner["device"] == "cpu" and banner["environment"] == "PointMass"
+    assert banner["environments"] == "8" and banner["run directory"] == str(tmp_path / "run")
+    assert banner["networks"].startswith(f"policy {policy:,}, critic ")
+    assert banner["frames"].startswith(f"{40 * FRAMES:,} in 40 iterations of {FRAMES:,}")
     assert "\r" not in done.stdout + done.stderr and not done.stderr.strip()
 
 
