@@ -334,7 +334,7 @@ def _another_algorithm(
 
 
 def _wanted_help(tokens: Sequence[str]) -> str | None:
-    """ "common" or "all" for a command line that asks for help, None for any other."""
+    """Which help a command line asks for: "common", "all", or None for no help."""
     asked = [token.partition("=")[2] for token in tokens if token.partition("=")[0] == "--help"]
     if wrong := {*asked} - {"", "all"}:
         raise ValueError(f"--help {wrong.pop()}: --help shows the common flags, --help all every one")
