@@ -286,7 +286,7 @@ def parse_cli(
             shown, note = _help_class(cls, tokens, presets, profiles)
             parser.description = f"{parser.description}{note}"
         if wanted == "common":
-            print(_common_help(parser, shown, presets), end="")
+            _common_parser(parser, shown, presets).print_help()
             raise SystemExit(0)
         # The source turns fields into flags, and flags into values; it reads no environment variable.
         source: CliSettingsSource[Any] = CliSettingsSource(
@@ -343,8 +343,10 @@ def _wanted_help(tokens: Sequence[str]) -> str | None:
     return "all" if "all" in asked else "common"
 
 
-def _common_help(parser: argparse.ArgumentParser, cls: type[Config], presets: Mapping[str, Any]) -> str:
-    """The help that fits on a screen: the flags that everyone sets, with the first sentence of each description."""
+def _common_parser(
+    parser: argparse.ArgumentParser, cls: type[Config], presets: Mapping[str, Any]
+) -> argparse.ArgumentParser:
+    """A parser for its help alone: the flags that everyone sets, each with the first sentence of its description."""
     short = argparse.ArgumentParser(
         prog=parser.prog,
         usage=parser.usage,
@@ -367,7 +369,7 @@ def _common_help(parser: argparse.ArgumentParser, cls: type[Config], presets: Ma
             short.add_argument(*flags, metavar=word, help=text.replace("%", "%%"))
     short.add_argument("--config", metavar="FILE", help=_ABOUT_CONFIG)
     short.add_argument("--help", "-h", nargs="?", metavar="all", help=_ABOUT_HELP)
-    return short.format_help()
+    return short
 
 
 def _notes(presets: Mapping[str, Any]) -> str:

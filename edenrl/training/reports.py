@@ -31,6 +31,11 @@ def run_banner(run: Run) -> str:
     rows["environments"] = f"{env.num_envs:,}" if processes == 1 else f"{env.num_envs:,} in each of {processes}"
     rows["networks"] = _networks(run.components)
     rows[run.unit] = f"{total:,} in {run.iterations:,} iterations of {run.frames_per_iteration:,}"
+    if run.evaluates:
+        interval = run.evaluation_interval
+        rows["evaluation"] = "every iteration" if interval == 1 else f"every {interval:,} iterations and at the end"
+        if run.evaluation_budget is not None:
+            rows["evaluation"] += ", less often where that takes over a tenth of the time"
     rows["run directory"] = run.dir
     return format_table(rows, run.algorithm)
 

@@ -19,6 +19,7 @@ from edenrl.envs import action_box, wrap_env
 from edenrl.optim import GradientStep
 from edenrl.training.checkpoint import has_checkpoint, load_weights
 from edenrl.training.environment import build_env, collector_options, evaluate_run
+from edenrl.training.evaluation import EvaluationBudget
 from edenrl.training.exporting import export_run, require_export
 from edenrl.training.folder import RunFolder, run_directory
 from edenrl.training.metrics import IterationMetrics
@@ -39,7 +40,8 @@ class Run:
     environment, ``keep`` names what a checkpoint must hold, ``gradient_step`` adds an optimizer with its schedule.
     The first iteration creates the run directory or, with ``cfg.resume``, restores the newest checkpoint: wrong input
     that the parts refuse leaves no directory behind. After each iteration the run writes metrics and progress. Ten
-    times a run, by default, it evaluates the policy and saves a checkpoint.
+    times a run, by default, it saves a checkpoint and evaluates the policy; less often where evaluations would take
+    more than about a tenth of the time.
 
     The first Ctrl-C (or SIGTERM) ends the iteration, saves, and leaves with exit status 130. The second ends at once. A
     run that is killed at any moment resumes from the checkpoint before.
@@ -61,6 +63,8 @@ class Run:
         dir: the run directory, once the run has begun.
         leads: whether this process is the one that writes, prints and evaluates.
         iteration: iterations that are done.
+        evaluation_budget: what bounds the time of evaluations, unless the configuration sets their interval or the
+            caller measures something else.
 
     Raises:
         ValueError: for a device that cannot be used, or what ``cfg.resume`` cannot change.
@@ -106,6 +110,7 @@ class Run:
         self._batches: dict[int, Iterator[TensorDictBase]] = {}
         self._metrics = IterationMetrics()
         self.exported: Mapping[str, Path] = {}
+        self.evaluation_budget: EvaluationBudget | None = None
         self._begun = self._ending = False
 
     def __enter__(self) -> Run:
@@ -126,11 +131,15 @@ class Run:
 
     def env(self) -> EnvBase:
         """The environment of ``cfg.env`` as its simulator made it: networks are built from its exact specs."""
-        env = build_env(self.cfg, self.device)
+        cfg = self.cfg
+        env = build_env(cfg, self.device)
         self._env = env
         self._metrics.box = action_box(env)
         if self._evaluate is None:
             self._evaluate = self._evaluate_policy
+            if cfg.evaluation.interval_iterations is None:
+                frames = self.frames_per_iteration // distributed.world_size()
+                self.evaluation_budget = EvaluationBudget(cfg.evaluation.num_episodes, frames, cfg.env.num_envs)
         return env
 
     def training_env(self, env: EnvBase) -> TransformedEnv:
@@ -206,6 +215,11 @@ class Run:
     def count_updates(self) -> None:
         """Gives the budget in updates and not in frames, for environments that schedule their rollouts themselves."""
         self.unit, self.frames_per_iteration = "updates", 1
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether there is something to evaluate."""
+        return self._evaluate is not None
 
     @property
     def components(self) -> Mapping[str, Any]:
@@ -338,17 +352,20 @@ class Run:
 
     def state_dict(self) -> dict[str, Any]:
         """Counters (the checkpoint's "run" component)."""
-        return {"iteration": self.iteration, "elapsed": self.seconds}
+        state = {"iteration": self.iteration, "elapsed": self.seconds}
+        return state if self.evaluation_budget is None else {**state, "evaluation": self.evaluation_budget.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores the counters."""
         self.iteration, self.elapsed = state["iteration"], state["elapsed"]
+        if self.evaluation_budget is not None and "evaluation" in state:
+            self.evaluation_budget.load_state_dict(state["evaluation"])
 
     def _finish_iteration(self) -> None:
         row = self._metrics.row()
         self.iteration += 1
         last = self.iteration == self.iterations
-        evaluated = self._evaluate is not None and (last or self.iteration % self.evaluation_interval == 0)
+        evaluated = self._evaluate is not None and (last or self._evaluation_is_due())
         due = last or evaluated or self.iteration % self.interval == 0
         if evaluated and self._evaluate is not None and self.leads:
             self.evaluation = self._evaluate()
@@ -360,12 +377,19 @@ class Run:
         everyone = distributed.exchange((row, self._stop.reason))
         self._ending = any(reason is not None for _, reason in everyone)
         row = distributed.average_rows([row for row, _ in everyone])
+        if self.evaluation_budget is not None:
+            self.evaluation_budget.observe(self.iteration, row)
         frames = self.iteration * self.frames_per_iteration
         # The row is written before the checkpoint: a crash between the two is mended by dropping rows on resume.
         self.folder.write(self.iteration - 1, {"frames": frames, "seconds": round(self.seconds, 2), **row})
         if due or self._ending:
             self.folder.save(self.iteration, frames, self.evaluation if evaluated else None)
         self.folder.show(frames, row)
+
+    def _evaluation_is_due(self) -> bool:
+        if self.iteration % self.evaluation_interval:
+            return False
+        return self.evaluation_budget is None or self.evaluation_budget.affords(self.iteration)
 
     def _evaluate_policy(self) -> dict[str, float]:
         return evaluate_run(self.cfg, self._components["policy"], self.device)

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from trainer_cases import EXAMPLES, PATIENCE, TRAINERS, hide_newest, load_script
 from edenrl.config import load_config
 from edenrl.envs import PointMass, register_env
 from edenrl.modules import make_actor
-from edenrl.training import load_policy_weights, run_script
+from edenrl.training import load_policy_weights, read_metrics, run_script
 
 PPO = TRAINERS["PPO"]
 train, train_ppo, TINY, FRAMES = PPO.train, PPO.module, PPO.flags, PPO.frames
@@ -49,6 +50,34 @@ def test_a_run_leaves_what_the_documentation_promises(tmp_path, capsys):
 def test_resumed_run_is_the_uninterrupted_run(tmp_path, env, schedule):
     flags = (f"--env.name={env}", f"--algorithm.lr_schedule={schedule}")
     PPO.whole_like_parts(tmp_path, 12, 5, *flags)
+
+
+def evaluated(run_dir):
+    """Iterations that were evaluated, with what came out."""
+    table = read_metrics(run_dir / "metrics.csv")
+    return {row["iteration"] + 1: row["eval/return_mean"] for row in table if "eval/return_mean" in row}
+
+
+def test_evaluations_are_a_small_part_of_a_short_run_and_resume_as_planned(tmp_path):
+    short = ("--checkpoint.interval_iterations=5", "--checkpoint.keep_last=99")
+    train(tmp_path / "run", 130, *short)
+    # 4 episodes of 100 steps, 5 * 100 steps of the batch are 62.5 iterations of 8.
+    planned = evaluated(tmp_path / "run")
+    assert [*planned] == [65, 130]
+    whole = rows(tmp_path / "run")
+    for checkpoint in (tmp_path / "run" / "checkpoints").iterdir():
+        if int(checkpoint.name.split("-")[1]) > 40:
+            shutil.rmtree(checkpoint)
+    train(tmp_path / "run", 130, resume=True)
+    assert evaluated(tmp_path / "run") == planned and rows(tmp_path / "run") == whole
+
+
+@pytest.mark.parametrize("env", ["PointMass", "Pendulum-v1"])
+def test_what_is_trained_does_not_depend_on_when_it_is_evaluated(tmp_path, env):
+    for name, interval in (("often", 2), ("never", 99)):
+        train(tmp_path / name, 9, f"--env.name={env}", f"--evaluation.interval_iterations={interval}")
+    assert [*evaluated(tmp_path / "often")] == [2, 4, 6, 8, 9] and [*evaluated(tmp_path / "never")] == [9]
+    assert rows(tmp_path / "often") == rows(tmp_path / "never")
 
 
 def test_resumed_mujoco_run_in_a_new_process_is_the_uninterrupted_run(tmp_path):
