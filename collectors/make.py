@@ -25,6 +25,7 @@ from torchrl.collectors import BaseCollector, MultiSyncCollector
 from torchrl.envs import EnvBase
 
 from edenrl.collectors.rollout import Collector, needs_primers
+from edenrl.envs.seeds import checked_seed
 from edenrl.modules import several_processes
 
 __all__ = ["make_collector"]
@@ -84,7 +85,7 @@ def make_collector(
     if frames_per_batch % num_workers:
         raise ValueError(f"frames_per_batch={frames_per_batch} does not split over num_workers={num_workers}.")
     workers = range(num_workers)
-    makers: list[Maker] = [partial(_seeded, worker_env, seed + worker, worker) for worker in workers]
+    makers: list[Maker] = [partial(_seeded, worker_env, checked_seed(seed + worker), worker) for worker in workers]
     build = _multi_sync if kind == "multi_sync" else _ray
     collector = build(makers, policy, frames_per_batch)
     # Also when the script ends by an error: otherwise Python and the workers would wait for each other. A second

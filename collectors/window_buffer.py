@@ -9,6 +9,7 @@ from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor
 from torchrl.data import TensorDictReplayBuffer, TensorStorage
 
+from edenrl.envs.seeds import checked_seed
 from edenrl.modules import refuse_nonfinite
 
 __all__ = ["WindowBuffer"]
@@ -48,7 +49,7 @@ class WindowBuffer(TensorDictReplayBuffer):
         super().__init__(storage=TensorStorage(rows, device=device), batch_size=batch_size)
         self.empty()
         self.capacity = capacity
-        self.set_rng(torch.Generator(device).manual_seed(seed))
+        self.set_rng(torch.Generator(device).manual_seed(checked_seed(seed)))
 
     def add_rollout(
         self,

@@ -502,7 +502,16 @@ def test_config_of_a_resumed_run_starts_a_new_run(tmp_path: Path) -> None:
         (["stray"], "unexpected argument 'stray'; every value follows its flag"),
         (["--algorithm.gamma", "2"], "algorithm.gamma = '2': Input should be less than or equal to 1"),
         (["--algorithm.gamma"], "argument --algorithm.gamma: expected one argument"),
-        (["--seed", "-1"], "seed = '-1': Input should be greater than or equal to 0"),
+        (["--seed", "-1"], "seed = '-1': expected a whole number from 0 to 2**62 - 1"),
+        (
+            ["--seed", "99999999999999999999999"],
+            "expected a whole number from 0 to 2**62 - 1",
+        ),
+        (
+            ["--evaluation.seed", "1e30"],
+            "evaluation.seed = '1e30': expected a whole number from 0 to 2**62 - 1",
+        ),
+        (["--seed", "1.5"], "seed = 1.5: Input should be a valid integer"),
         (["--env.num_envs", "many"], "env.num_envs = 'many': Input should be a valid integer"),
         (["--total_frames", "1.5"], "total_frames = 1.5: Input should be a valid integer"),
         (["--total_frames", "1e400"], "total_frames = inf: Input should be a finite number"),
@@ -532,8 +541,30 @@ def test_wrong_files_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureF
     path.write_text('{"env": {"nam": "x"}, "seed": -1}')
     error = refused(capsys, "--config", str(path))
     assert "env: unknown field 'nam' in EnvConfig; did you mean 'name'?" in error
-    assert "seed = -1: Input should be greater than or equal to 0" in error
+    assert "seed = -1: expected a whole number from 0 to" in error
     assert "Is a directory" in refused(capsys, "--config", str(tmp_path))
+
+
+def test_all_unknown_fields_of_a_file_are_reported_at_once_with_the_nearest_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.json"
+    values = {"sed": 1, "totl_frames": 5, "env": {"nam": "x", "num_env": 3}, "algorithm": {"gama": 1, "clip": {"a": 1}}}
+    path.write_text(json.dumps({**values, "total_frames": -5}))
+    error = refused(capsys, "--config", str(path))
+    for text in (
+        "unknown field 'sed' in TrainPPO; did you mean 'seed'?",
+        "unknown field 'totl_frames' in TrainPPO; did you mean 'total_frames'?",
+        "env: unknown field 'nam' in EnvConfig; did you mean 'name'?",
+        "env: unknown field 'num_env' in EnvConfig; did you mean 'num_envs'?",
+        "algorithm: unknown field 'gama' in PPOConfig; did you mean 'gamma'?",
+        "algorithm: unknown field 'clip' in PPOConfig",
+        "total_frames = -5: Input should be greater than or equal to 1",
+    ):
+        assert text in error
+    with pytest.raises(ValueError, match=r"(?s)'sed' in TrainPPO.*") as caught:
+        load_config(TrainPPO, path)
+    assert all(name in str(caught.value) for name in ("'totl_frames'", "'num_env'", "'gama'"))
 
 
 @pytest.mark.parametrize("flag", ["--resume", "--config"])
