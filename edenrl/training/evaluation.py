@@ -13,9 +13,9 @@ from torchrl.checkpoint import GlobalRNGState
 from torchrl.envs import EnvBase
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
-from edenrl.envs.self_resetting import recorded_metrics
+from edenrl.envs.self_resetting import SelfResettingEnv, recorded_metrics
 
-__all__ = ["EvaluationBudget", "evaluate"]
+__all__ = ["EvaluationBudget", "announced_metrics", "evaluate", "may_report_more"]
 
 
 # Environments stepped together; more do not make an evaluation faster on a CPU.
@@ -147,6 +147,38 @@ def evaluate(
     return _summarize(finished)
 
 
+def announced_metrics(env: EnvBase | None = None) -> list[str]:
+    """Names of what ``evaluate`` returns for an environment, as far as its specs tell.
+
+    Args:
+        env: the environment as its simulator made it; None: what every evaluation returns.
+
+    Examples:
+        >>> from edenrl.envs import make_env
+        >>> announced_metrics(make_env("PointMass", 1))[-4:]
+        ['success_rate', 'final_distance', 'path_length', 'collisions']
+    """
+    names = [*_summarize({"return": torch.zeros(1), "length": torch.zeros(1)})]
+    if env is None:
+        return names
+    spec = env.observation_spec
+    if "metrics" in spec.keys():
+        names += [_reported(name) for name in spec["metrics"].keys()]
+    if "reward_groups" in spec.keys():  # wrap_env sums each of them over the episode
+        names += [f"{name}_return" for name in spec["reward_groups"].keys()]
+    return names
+
+
+def may_report_more(env: EnvBase) -> bool:
+    """Whether the simulator may report metrics that it has not announced in the specs."""
+    return isinstance(env, SelfResettingEnv)
+
+
+def _reported(name: str) -> str:
+    name = name.removeprefix("metrics/")
+    return "success_rate" if name == "success" else name
+
+
 def _play(
     policy: Policy, env: EnvBase, num_episodes: int, max_steps: int, unannounced: list[dict[str, torch.Tensor]]
 ) -> dict[str, torch.Tensor]:
@@ -199,6 +231,5 @@ def _summarize(finished: dict[str, torch.Tensor]) -> dict[str, float]:
         "episodes": torch.tensor(float(len(returns))),
     }
     for key, values in finished.items():
-        name = key.removeprefix("metrics/")
-        summary["success_rate" if name == "success" else name] = values.mean()
+        summary[_reported(key)] = values.mean()
     return {name: float(value) for name, value in summary.items()}

@@ -15,11 +15,12 @@ from torchrl.envs import EnvBase, TransformedEnv
 
 from edenrl import distributed
 from edenrl.config import RunConfig
+from edenrl.config.base import closest
 from edenrl.envs import action_box, wrap_env
 from edenrl.optim import GradientStep
 from edenrl.training.checkpoint import has_checkpoint, load_weights
 from edenrl.training.environment import build_env, collector_options, evaluate_run
-from edenrl.training.evaluation import EvaluationBudget
+from edenrl.training.evaluation import EvaluationBudget, announced_metrics, may_report_more
 from edenrl.training.exporting import export_run, require_export
 from edenrl.training.folder import RunFolder, run_directory
 from edenrl.training.metrics import IterationMetrics
@@ -343,12 +344,30 @@ class Run:
             )
         if cfg.export:
             require_export(self._components)
+        if self._metric_is_unknown() and self._reports_only_what_it_announces():
+            metric = cfg.evaluation.metric
+            names = ", ".join(name for _, name in closest(metric, announced_metrics(self._env)))
+            raise ValueError(
+                f"evaluation.metric is {metric!r}; an evaluation of {cfg.env.name} measures {names} (the closest name "
+                "comes first)."
+            )
+
+    def _metric_is_unknown(self) -> bool:
+        return self.evaluates and self.cfg.evaluation.metric not in announced_metrics(self._env)
+
+    def _reports_only_what_it_announces(self) -> bool:
+        """Whether the specs tell all that an evaluation will measure."""
+        own = self._evaluate != self._evaluate_policy or self._extra_evaluation is not None
+        return not (own or self._env is None or may_report_more(self._env) or self.cfg.evaluation.kwargs)
 
     def _say_where_it_starts(self, resumed: bool) -> None:
         if resumed:
             self.folder.say(f"Resumed {self.dir} at iteration {self.iteration} of {self.iterations}.")
         elif self.cfg.resume is not None:
             self.folder.say(f"{self.dir} has no checkpoint yet: starting from the beginning with its config.json.")
+        if self._metric_is_unknown():
+            name = self.cfg.evaluation.metric
+            self.folder.say(f"Whether evaluations measure evaluation.metric {name!r} is seen at the first one.")
 
     def state_dict(self) -> dict[str, Any]:
         """Counters (the checkpoint's "run" component)."""

@@ -80,6 +80,34 @@ def test_what_is_trained_does_not_depend_on_when_it_is_evaluated(tmp_path, env):
     assert rows(tmp_path / "often") == rows(tmp_path / "never")
 
 
+@pytest.mark.parametrize(
+    ("flags", "closest"),
+    [
+        (["--evaluation.metric=nope"], "measures "),
+        (["--evaluation.metric=sucess_rate"], "measures success_rate, "),
+        (["--evaluation.metric=success"], "measures success_rate, "),
+        (["--env.name=Pendulum-v1", "--evaluation.metric=success_rate"], "Pendulum-v1 measures "),
+        (["--env.name=CartPole-v1", "--evaluation.metric=return_man"], "measures return_m"),
+    ],
+)
+def test_a_metric_that_no_evaluation_measures_is_refused_at_the_start(tmp_path, capsys, flags, closest):
+    message = PPO.refused(capsys, *TINY, PPO.length(3), f"--run_dir={tmp_path / 'run'}", *flags)
+    assert "evaluation.metric is '" in message and closest in message and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("metric", ["success_rate", "return_min", "final_distance", "length_max"])
+def test_metrics_of_the_environment_may_be_named(tmp_path, capsys, metric):
+    train(tmp_path / "run", 2, f"--evaluation.metric={metric}")
+    assert "is seen at the first one" not in capsys.readouterr().out
+
+
+def test_where_the_metrics_are_not_known_a_run_says_that_the_first_evaluation_tells(tmp_path, capsys):
+    flags = ("--evaluation.metric=nope", "--evaluation.kwargs.max_steps=20")
+    with pytest.raises(ValueError, match="evaluation.metric is 'nope'; this evaluation measures"):
+        train(tmp_path / "run", 2, *flags)
+    assert "Whether evaluations measure evaluation.metric 'nope' is seen at the first one." in capsys.readouterr().out
+
+
 def test_resumed_mujoco_run_in_a_new_process_is_the_uninterrupted_run(tmp_path):
     flags = ("--env.name=HalfCheetah-v5", "--env.num_envs=8", "--algorithm.lr_schedule=constant")
     PPO.whole_like_parts(tmp_path, 6, 3, *flags, in_a_new_process=True)
