@@ -101,6 +101,7 @@ class Run:
         self.algorithm = cfg.algorithm_name if algorithm is None else algorithm
         self._evaluate = evaluate
         self._extra_evaluation: Callable[[], dict[str, float]] | None = None
+        self._extra_names: tuple[str, ...] = ()
         self._asked = iterations, frames_per_iteration
         self.unit = "frames"
         self.iteration, self.elapsed = 0, 0.0
@@ -209,9 +210,15 @@ class Run:
         self.keep(**step.optimizers, **{name: step})
         return step
 
-    def add_evaluation(self, measure: Callable[[], dict[str, float]]) -> None:
-        """Adds metrics of one's own to those of each evaluation."""
-        self._extra_evaluation = measure
+    def add_evaluation(self, measure: Callable[[], dict[str, float]], *names: str) -> None:
+        """Adds metrics of one's own to those of each evaluation.
+
+        Args:
+            measure: returns them by name.
+            names: the names, for ``cfg.evaluation.metric`` to be checked before the run begins; without them it is
+                checked at the first evaluation.
+        """
+        self._extra_evaluation, self._extra_names = measure, names
 
     def count_updates(self) -> None:
         """Gives the budget in updates and not in frames, for environments that schedule their rollouts themselves."""
@@ -346,19 +353,23 @@ class Run:
             require_export(self._components)
         if self._metric_is_unknown() and self._reports_only_what_it_announces():
             metric = cfg.evaluation.metric
-            names = ", ".join(name for _, name in closest(metric, announced_metrics(self._env)))
+            names = ", ".join(name for _, name in closest(metric, self._announced_metrics()))
             raise ValueError(
                 f"evaluation.metric is {metric!r}; an evaluation of {cfg.env.name} measures {names} (the closest name "
                 "comes first)."
             )
 
     def _metric_is_unknown(self) -> bool:
-        return self.evaluates and self.cfg.evaluation.metric not in announced_metrics(self._env)
+        return self.evaluates and self.cfg.evaluation.metric not in self._announced_metrics()
+
+    def _announced_metrics(self) -> list[str]:
+        return [*announced_metrics(self._env), *self._extra_names]
 
     def _reports_only_what_it_announces(self) -> bool:
         """Whether the specs tell all that an evaluation will measure."""
-        own = self._evaluate != self._evaluate_policy or self._extra_evaluation is not None
-        return not (own or self._env is None or may_report_more(self._env) or self.cfg.evaluation.kwargs)
+        own = self._evaluate != self._evaluate_policy
+        unnamed = self._extra_evaluation is not None and not self._extra_names
+        return not (own or unnamed or self._env is None or may_report_more(self._env) or self.cfg.evaluation.kwargs)
 
     def _say_where_it_starts(self, resumed: bool) -> None:
         if resumed:
