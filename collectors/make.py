@@ -27,7 +27,7 @@ from torchrl.weight_update import SharedMemWeightSyncScheme
 
 from edenrl.collectors.rollout import ClosingCollector, Collector, needs_primers
 from edenrl.collectors.storage_space import require_rollout_space
-from edenrl.envs import spawn_seeds
+from edenrl.envs.seeds import checked_seed, spawn_seeds
 from edenrl.modules import several_processes
 
 __all__ = ["make_collector"]
@@ -89,7 +89,7 @@ def make_collector(
         raise ValueError(f"frames_per_batch={frames_per_batch} does not split over num_workers={num_workers}.")
     if env is not None:
         require_rollout_space(env, frames_per_batch, torch.device("cpu"))
-    seeds = spawn_seeds(seed, num_workers)
+    seeds = spawn_seeds(checked_seed(seed), num_workers)
     makers: list[Maker] = [partial(_seeded, worker_env, seeds[worker], worker) for worker in range(num_workers)]
     build = _multi_sync if kind == "multi_sync" else _ray
     collector = build(makers, policy, frames_per_batch)

@@ -16,6 +16,7 @@ from torchrl.envs import EnvBase
 
 from edenrl.collectors.motion_file import read_motion_file
 from edenrl.collectors.resume import simulator_of
+from edenrl.envs.seeds import checked_seed
 
 __all__ = ["MotionDataset"]
 
@@ -100,7 +101,7 @@ class MotionDataset:
             content += file.weights.tobytes()
         self._digest = hashlib.sha256(content).hexdigest()
         self._frames = torch.from_numpy(frames).to(self.device)
-        self.generator = torch.Generator(self.device).manual_seed(seed)
+        self.generator = torch.Generator(self.device).manual_seed(checked_seed(seed))
         self.dt = 1.0 / self.fps
         self._require_length()  # at the recorded rate, before another one is asked for
         if dt is not None:

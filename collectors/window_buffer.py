@@ -10,6 +10,7 @@ from torch import Tensor
 from torchrl.data import TensorDictReplayBuffer, TensorStorage
 
 from edenrl.collectors.storage_space import require_space
+from edenrl.envs.seeds import checked_seed
 from edenrl.modules import refuse_nonfinite
 
 __all__ = ["WindowBuffer"]
@@ -56,7 +57,7 @@ class WindowBuffer(TensorDictReplayBuffer):
         super().__init__(storage=TensorStorage(rows, device=device), batch_size=batch_size)
         self.empty()
         self.capacity = capacity
-        self.set_rng(torch.Generator(device).manual_seed(seed))
+        self.set_rng(torch.Generator(device).manual_seed(checked_seed(seed)))
 
     def add_rollout(
         self,

@@ -33,7 +33,7 @@ def main(argv=None):
         check_reward_groups(env.observation_spec)
         policy, critic = run.keep(policy=make_policy(cfg, env), critic=make_critic(cfg, env, num_values=2))
         constraint = run.keep(constraint=TaskConstraint(**algo.constraint_options()))
-        run.add_evaluation(lambda: {"updates": float(constraint.updates)})
+        run.add_evaluation(lambda: {"updates": float(constraint.updates)}, "updates")
         gae = TwoChannelGAE(value_network=critic, **algo.gae_options())
         loss = CMDPLoss(policy, critic, constraint, functional=False, **algo.loss_options())
         augment = MirrorAugmentation(symmetry_mirrors(cfg, env), policy, critic)

@@ -495,11 +495,23 @@ def test_config_of_a_resumed_run_starts_a_new_run(tmp_path: Path) -> None:
         (["--totl_frames=5"], "unknown flag --totl_frames; closest: --total_frames"),
         (["--confg", "x"], "unknown flag --confg; closest: --config"),
         (["--algorithm.gam", "0.9"], "unknown flag --algorithm.gam; closest: --algorithm.gamma"),
-        (["--qqqqqqqq"], "unknown flag --qqqqqqqq; --help lists every flag"),
+        (["--totl-frames", "5"], "unknown flag --totl-frames; closest: --total_frames"),
+        (["--frame", "5"], "unknown flag --frame; closest: --frames"),
+        (["--num-env=5"], "unknown flag --num-env; closest: --num_envs"),
+        (["--qqqqqqqq"], "unknown flag --qqqqqqqq; --help all lists every flag"),
         (["stray"], "unexpected argument 'stray'; every value follows its flag"),
         (["--algorithm.gamma", "2"], "algorithm.gamma = '2': Input should be less than or equal to 1"),
         (["--algorithm.gamma"], "argument --algorithm.gamma: expected one argument"),
-        (["--seed", "-1"], "seed = '-1': Input should be greater than or equal to 0"),
+        (["--seed", "-1"], "seed = '-1': expected a whole number from 0 to 2**62 - 1"),
+        (
+            ["--seed", "99999999999999999999999"],
+            "expected a whole number from 0 to 2**62 - 1",
+        ),
+        (
+            ["--evaluation.seed", "1e30"],
+            "evaluation.seed = '1e30': expected a whole number from 0 to 2**62 - 1",
+        ),
+        (["--seed", "1.5"], "seed = 1.5: Input should be a valid integer"),
         (["--env.num_envs", "many"], "env.num_envs = 'many': Input should be a valid integer"),
         (["--total_frames", "1.5"], "total_frames = 1.5: Input should be a valid integer"),
         (["--total_frames", "1e400"], "total_frames = inf: Input should be a finite number"),
@@ -529,8 +541,30 @@ def test_wrong_files_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureF
     path.write_text('{"env": {"nam": "x"}, "seed": -1}')
     error = refused(capsys, "--config", str(path))
     assert "env: unknown field 'nam' in EnvConfig; did you mean 'name'?" in error
-    assert "seed = -1: Input should be greater than or equal to 0" in error
+    assert "seed = -1: expected a whole number from 0 to" in error
     assert "Is a directory" in refused(capsys, "--config", str(tmp_path))
+
+
+def test_all_unknown_fields_of_a_file_are_reported_at_once_with_the_nearest_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.json"
+    values = {"sed": 1, "totl_frames": 5, "env": {"nam": "x", "num_env": 3}, "algorithm": {"gama": 1, "clip": {"a": 1}}}
+    path.write_text(json.dumps({**values, "total_frames": -5}))
+    error = refused(capsys, "--config", str(path))
+    for text in (
+        "unknown field 'sed' in TrainPPO; did you mean 'seed'?",
+        "unknown field 'totl_frames' in TrainPPO; did you mean 'total_frames'?",
+        "env: unknown field 'nam' in EnvConfig; did you mean 'name'?",
+        "env: unknown field 'num_env' in EnvConfig; did you mean 'num_envs'?",
+        "algorithm: unknown field 'gama' in PPOConfig; did you mean 'gamma'?",
+        "algorithm: unknown field 'clip' in PPOConfig",
+        "total_frames = -5: Input should be greater than or equal to 1",
+    ):
+        assert text in error
+    with pytest.raises(ValueError, match=r"(?s)'sed' in TrainPPO.*") as caught:
+        load_config(TrainPPO, path)
+    assert all(name in str(caught.value) for name in ("'totl_frames'", "'num_env'", "'gama'"))
 
 
 @pytest.mark.parametrize("flag", ["--resume", "--config"])
@@ -561,7 +595,7 @@ def test_help_shows_every_flag_description_and_default(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     with pytest.raises(SystemExit) as exit_info:
-        parse_cli(TrainCheetah, ["--help"], prog="train_ppo.py")
+        parse_cli(TrainCheetah, ["--help", "all"], prog="train_ppo.py")
     assert exit_info.value.code == 0
     text = " ".join(capsys.readouterr().out.split())
     assert text.startswith("usage: train_ppo.py [--config FILE | --resume RUN_DIR] [--FIELD VALUE ...]")
@@ -579,7 +613,9 @@ def test_help_shows_every_flag_description_and_default(
     assert "JSON string" not in text and "factory" not in text
 
 
-@pytest.mark.parametrize("argv", [["--env.name", "halfcheetah-V5", "--help"], ["-h", "--env.name=HalfCheetah-v5"]])
+@pytest.mark.parametrize(
+    "argv", [["--env.name", "halfcheetah-V5", "--help", "all"], ["-h", "all", "--env=HalfCheetah-v5"]]
+)
 def test_help_shows_the_preset_of_the_environment_and_marks_it(
     argv: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -597,9 +633,10 @@ def test_help_shows_the_preset_of_the_environment_and_marks_it(
 
 def test_help_without_a_preset_or_with_a_file_shows_the_class(capsys: pytest.CaptureFixture[str]) -> None:
     for argv in (["--env.name=Ant-v5"], ["--env.name=HalfCheetah-v5", "--config=x.json"]):
-        with pytest.raises(SystemExit):
-            parse_cli(TrainPPO, [*argv, "--help"], presets=PRESETS)
-        assert "[preset]" not in capsys.readouterr().out
+        for asked in (["--help"], ["--help", "all"]):
+            with pytest.raises(SystemExit):
+                parse_cli(TrainPPO, [*argv, *asked], presets=PRESETS)
+            assert "[preset]" not in capsys.readouterr().out
 
 
 def test_help_does_not_import_torch() -> None:
@@ -619,3 +656,70 @@ def test_the_last_iteration_may_be_a_part_and_processes_share_the_frames() -> No
     )
     assert cfg.frames_per_rollout == 100
     assert [cfg.num_iterations(processes) for processes in (1, 2, 3)] == [11, 6, 4]
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--total_frames", "96000", "--run_dir", "x", "--env.num_envs", "8", "--env.action_mode", "squash"],
+        ["--total-frames", "96000", "--run-dir", "x", "--env.num-envs", "8", "--env.action-mode", "squash"],
+        ["--total-frames=96000", "--run_dir=x", "--env.num-envs=8", "--env.action_mode=squash"],
+        ["--frames", "96_000", "--run-dir", "x", "--num-envs", "8", "--env.action-mode", "squash"],
+        ["--frames=96e3", "--run_dir", "x", "--num_envs=8", "--env.action_mode", "squash"],
+    ],
+)
+def test_dashes_underscores_and_short_names_are_the_same(argv: list[str]) -> None:
+    config = parse_cli(TrainPPO, argv)
+    assert (config.total_frames, config.run_dir) == (96_000, "x")
+    assert (config.env.num_envs, config.env.action_mode) == (8, "squash")
+
+
+@pytest.mark.parametrize("flag", ["--lr", "--algorithm.lr"])
+@pytest.mark.parametrize("name", ["--env", "--env.name"])
+def test_short_names_choose_the_preset_and_override_it(flag: str, name: str) -> None:
+    config: Any = parse_cli(TrainPPO, [name, "halfcheetah-v5", flag, "2e-3"], presets=PRESETS)
+    assert (config.env.name, config.env.num_envs, config.algorithm.lr) == ("halfcheetah-v5", 16, 2e-3)
+
+
+def test_both_spellings_of_flags_with_and_without_value_of_tuples_and_of_dictionary_entries() -> None:
+    argv = ["--algorithm.actor-hidden", "8,4", "--algorithm.clip-value", "--env.kwargs.max-steps", "5"]
+    config: Any = parse_cli(TrainPPO, [*argv, "--env.kwargs.a.keep-this", "1", "--num-threads=None"])
+    assert config.algorithm.actor_hidden == (8, 4) and config.algorithm.clip_value is True
+    assert config.env.kwargs == {"max_steps": 5, "a": {"keep-this": 1}} and config.num_threads is None
+
+
+def test_a_field_of_its_own_keeps_its_name_where_others_have_a_short_one(capsys: pytest.CaptureFixture[str]) -> None:
+    class Own(RunConfig):
+        """A field that is called like a short name, and no algorithm."""
+
+        frames: int = 3
+        """Frames of a stack."""
+
+    config = parse_cli(Own, ["--frames", "4"])
+    assert (config.frames, config.total_frames) == (4, RunConfig().total_frames)
+    assert "unknown flag --lr" in refused(capsys, "--lr", "1e-3", cls=Own)
+
+
+def help_of(capsys: pytest.CaptureFixture[str], cls: type[RunConfig], *argv: str, **kwargs: Any) -> str:
+    with pytest.raises(SystemExit) as exit_info:
+        parse_cli(cls, argv, prog="train_ppo.py", **kwargs)
+    assert exit_info.value.code == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["-h"], ["--seed", "3", "-h"], ["--help", "--env=HalfCheetah-v5"]])
+def test_help_fits_a_screen(
+    argv: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    text = help_of(capsys, TrainPPO, *argv, presets=PRESETS)
+    assert len(text.splitlines()) <= 40 and max(map(len, text.splitlines())) <= 80
+    words = " ".join(text.split())
+    for flags in ("--env.name NAME, --env NAME", "--total_frames N, --frames N", "--algorithm.lr RATE, --lr RATE"):
+        assert flags in words
+    assert "--help all" in words and "edenrl/config/presets.py" in words and "HalfCheetah-v5" in words
+    assert "evaluation.metric" not in words
+
+
+def test_help_takes_nothing_but_all(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--help shows the common flags, --help all every one" in refused(capsys, "--help", "everything")

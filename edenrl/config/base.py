@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from difflib import SequenceMatcher
 from typing import Annotated, Any
 
@@ -13,10 +13,11 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    ModelWrapValidatorHandler,
     ValidationError,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
+from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 
 
 def refuse(message: str) -> PydanticCustomError:
@@ -49,9 +50,19 @@ def _json_values(value: dict[str, Any]) -> dict[str, Any]:
     return copied
 
 
-Count = Annotated[int, BeforeValidator(_number), Field(ge=1)]
+def _seed(value: Any) -> Any:
+    """Refuse a whole number out of range; pydantic's own words for a very large one do not say the range."""
+    value = _number(value)
+    whole = isinstance(value, int) or isinstance(value, float) and value.is_integer()
+    if whole and not 0 <= value < _SEEDS:
+        raise refuse("expected a whole number from 0 to 2**62 - 1")
+    return value
+
+
 # Generators take 64 bits; the seeds of processes and workers are counted on from this one.
-Seed = Annotated[int, BeforeValidator(_number), Field(ge=0, lt=2**62)]
+_SEEDS = 2**62
+Count = Annotated[int, BeforeValidator(_number), Field(ge=1)]
+Seed = Annotated[int, BeforeValidator(_seed)]
 Positive = Annotated[float, BeforeValidator(_number), Field(gt=0)]
 NonNegative = Annotated[float, BeforeValidator(_number), Field(ge=0)]
 Fraction = Annotated[float, BeforeValidator(_number), Field(ge=0, le=1)]
@@ -117,13 +128,22 @@ class Config(BaseModel):
         hint = f"; did you mean '{ranked[0][1]}'?" if ranked and ranked[0][0] >= 0.6 else "."
         return f"unknown field '{name}' in {cls.__name__}{hint} Valid fields: {', '.join(field for _, field in ranked)}"
 
-    @model_validator(mode="before")
+    @model_validator(mode="wrap")
     @classmethod
-    def _refuse_unknown_fields(cls, data: Any) -> Any:
-        unknown = [key for key in data if key not in cls.model_fields] if isinstance(data, Mapping) else []
-        if unknown:
-            raise refuse("\n".join(cls._unknown_field(str(key)) for key in unknown))
-        return data
+    def _name_unknown_fields(cls, data: Any, handler: ModelWrapValidatorHandler[Any]) -> Any:
+        """Reports unknown fields beside all other mistakes, with the closest names in place of pydantic's words."""
+        try:
+            return handler(data)
+        except ValidationError as error:
+            mistakes = [cls._in_our_words(item, data) for item in error.errors(include_url=False)]
+            raise ValidationError.from_exception_data(error.title, mistakes) from None
+
+    @classmethod
+    def _in_our_words(cls, item: ErrorDetails, data: Any) -> InitErrorDetails:
+        if item["type"] == "extra_forbidden" and len(item["loc"]) == 1:  # those of nested configs are worded there
+            return InitErrorDetails(type=refuse(cls._unknown_field(str(item["loc"][0]))), loc=(), input=data)
+        kind = refuse(item["msg"]) if item["type"] == "edenrl" else item["type"]
+        return InitErrorDetails(type=kind, loc=item["loc"], input=item["input"], ctx=item.get("ctx", {}))
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not name.startswith("_") and name not in type(self).model_fields:

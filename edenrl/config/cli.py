@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar, cast, get_args, get_origin
@@ -25,6 +26,25 @@ from edenrl.config.resume import refuse_changes
 from edenrl.config.run import RunConfig
 
 ConfigT = TypeVar("ConfigT", bound=Config)
+
+# Short names of what everyone sets, and the field that each stands for where the configuration has it.
+_SHORT_NAMES = {"env": "env.name", "num_envs": "env.num_envs", "frames": "total_frames", "lr": "algorithm.lr"}
+_ABOUT_HELP = "show the common flags; --help all shows every one"
+_ABOUT_CONFIG = "JSON file to start from; other flags override it"
+# What --help shows: the field and the word for its value.
+_COMMON = {
+    "env.name": "NAME",
+    "env.num_envs": "N",
+    "profile": "NAME",
+    "total_frames": "N",
+    "algorithm.lr": "RATE",
+    "seed": "N",
+    "device": "DEVICE",
+    "run_dir": "DIR",
+    "resume": "DIR",
+    "export": "BOOL",
+    "quiet": "BOOL",
+}
 
 
 def save_config(cfg: Config, path: str | os.PathLike[str]) -> None:
@@ -138,24 +158,50 @@ def _literal(text: str) -> Any:
         return text
 
 
+def _flags(cls: type[Config]) -> dict[str, str]:
+    """Every flag in underscores, and the one that it stands for: a field's flag for itself, a short name for a field.
+
+    A field of the configuration keeps its name, even where that is a short name elsewhere.
+    """
+    own = {f"--{name}": f"--{name}" for name in ("config", "help", *(name for name, _ in _leaves(cls)))}
+    short = {f"--{name}": f"--{field}" for name, field in _SHORT_NAMES.items() if f"--{field}" in own}
+    return short | own
+
+
+def _full_flag(flag: str, flags: Mapping[str, str], dicts: Collection[str]) -> str:
+    """The flag of a field as the parser knows it, for one with dashes or a short name; any other as it is.
+
+    Of a dictionary's entries only the first key is a name of ours (an argument of a function); what is inside is data.
+    """
+    spelled = "--" + flag[2:].replace("-", "_")
+    for name in dicts:
+        if spelled.startswith(f"{name}."):
+            key, dot, inside = flag[len(name) + 1 :].partition(".")
+            return f"{name}.{key.replace('-', '_')}{dot}{inside}"
+    return flags.get(spelled, flag)
+
+
 def _split_argv(cls: type[Config], argv: Sequence[str]) -> tuple[list[str], dict[str, Any], dict[str, Any]]:
     """Prepare `argv` for the parser: (``--flag=value`` tokens, dictionaries and tuples, single dictionary entries).
 
     Joining a flag with its value lets argparse accept negative numbers. Containers are read here because the parser
-    does not know ``--env.kwargs.KEY VALUE``, nor, in some versions, ``64,64``.
+    does not know ``--env.kwargs.KEY VALUE``, nor, in some versions, ``64,64``. Flags are spelled as the parser knows
+    them from here on.
     """
     bools = {f"--{name}" for name, field in _leaves(cls) if field.annotation is bool}
     tuples = {f"--{name}" for name in _containers(cls, tuple)}
     dicts = [f"--{name}" for name in _containers(cls, dict)]
+    flags = _flags(cls)
     tokens: list[str] = []
     whole: dict[str, Any] = {}
     entries: dict[str, Any] = {}
     queue = list(argv)
     while queue:
         flag, given, value = queue.pop(0).partition("=")
-        if not flag.startswith("--") or flag == "--help":
+        if not flag.startswith("--") and flag != "-h":
             tokens.append(flag + given + value)
             continue
+        flag = "--help" if flag == "-h" else _full_flag(flag, flags, dicts)
         if not given and queue and not queue[0].startswith("--"):
             given, value = "=", queue.pop(0)
         elif not given and flag in bools:
@@ -195,7 +241,9 @@ def parse_cli(
     """Build a `cls` from the command line.
 
     Every field is a flag under its dotted name: ``--algorithm.gamma 0.98``, ``--algorithm.actor_hidden 64,64``,
-    ``--env.kwargs.success_bonus 30``, ``--quiet``, ``--algorithm.clip_value false``, ``--run_dir None``.
+    ``--env.kwargs.success_bonus 30``, ``--quiet``, ``--algorithm.clip_value false``, ``--run_dir None``. Dashes and
+    underscores are the same: ``--run-dir``. Four fields have a short name: ``--env`` (``env.name``), ``--num_envs``,
+    ``--frames`` (``total_frames``) and ``--lr``. ``--help`` shows the common flags, ``--help all`` every one.
     ``--config FILE`` starts from a saved configuration, ``--resume RUN_DIR`` from the one of a run to continue, which
     also becomes ``run_dir``. From lowest to highest precedence: class defaults, the preset of the environment (only
     without ``--config`` and ``--resume``), the file, the command line. A dictionary such as ``env.kwargs`` is replaced
@@ -227,22 +275,31 @@ def parse_cli(
         usage="%(prog)s [--config FILE | --resume RUN_DIR] [--FIELD VALUE ...]",
         description=(cls.__doc__ or "").split("\n")[0],
         allow_abbrev=False,
+        add_help=False,
     )
-    parser.add_argument("--config", metavar="FILE", help="JSON file to start from; other flags override it")
+    parser.add_argument("--help", "-h", nargs="?", const="", metavar="all", help=_ABOUT_HELP)
+    parser.add_argument("--config", metavar="FILE", help=_ABOUT_CONFIG)
     try:
         tokens, whole, entries = _split_argv(cls, sys.argv[1:] if argv is None else argv)
-        shown = cls
-        if {"--help", "-h"} & {*tokens}:
+        shown, wanted = cls, _wanted_help(tokens)
+        if wanted is not None:
             shown, note = _help_class(cls, tokens, presets, profiles)
             parser.description = f"{parser.description}{note}"
+        if wanted == "common":
+            _common_parser(parser, shown, presets).print_help()
+            raise SystemExit(0)
         # The source turns fields into flags, and flags into values; it reads no environment variable.
         source: CliSettingsSource[Any] = CliSettingsSource(
             cast("type[BaseSettings]", shown), root_parser=parser, cli_avoid_json=True, cli_hide_none_type=True
         )
+        if wanted == "all":
+            short = ", ".join(f"{flag} for {full}" for flag, full in _flags(cls).items() if flag != full)
+            parser.epilog = f"{_notes(presets)} Short names: {short}."
+            parser.print_help()
+            raise SystemExit(0)
         namespace, unknown = parser.parse_known_args(tokens)
         if unknown:
-            flags = ["--config", *(f"--{name}" for name, _ in _leaves(cls))]
-            raise ValueError("\n".join(_unknown_argument(token, flags) for token in unknown[:10]))
+            raise ValueError("\n".join(_unknown_argument(token, [*_flags(cls)]) for token in unknown[:10]))
         file, typed = namespace.config, _merge(source(parsed_args=namespace)(), whole)
         cfg = cls.model_validate(_merge(_layers(cls, file, typed, presets, profiles), entries))
         if isinstance(cfg, RunConfig) and cfg.resume is not None:
@@ -274,6 +331,51 @@ def _another_algorithm(
     if resume is not None:
         return f"{resume} is a run of {name}, this script trains {own}; resume it with examples/{script}"
     return f"{file} is a configuration of {name}, this script trains {own}; start from it with examples/{script}"
+
+
+def _wanted_help(tokens: Sequence[str]) -> str | None:
+    """Which help a command line asks for: "common", "all", or None for no help."""
+    asked = [token.partition("=")[2] for token in tokens if token.partition("=")[0] == "--help"]
+    if wrong := {*asked} - {"", "all"}:
+        raise ValueError(f"--help {wrong.pop()}: --help shows the common flags, --help all every one")
+    if not asked:
+        return None
+    return "all" if "all" in asked else "common"
+
+
+def _common_parser(
+    parser: argparse.ArgumentParser, cls: type[Config], presets: Mapping[str, Any]
+) -> argparse.ArgumentParser:
+    """A parser for its help alone: the flags that everyone sets, each with the first sentence of its description."""
+    short = argparse.ArgumentParser(
+        prog=parser.prog,
+        usage=parser.usage,
+        description=parser.description,
+        epilog=_notes(presets),
+        add_help=False,
+        formatter_class=partial(argparse.HelpFormatter, max_help_position=29),
+    )
+    names: dict[str, list[str]] = {}
+    for flag, full in _flags(cls).items():
+        names.setdefault(full, []).append(flag)
+    fields = dict(_leaves(cls))
+    for name, word in _COMMON.items():
+        if name in fields:
+            field = fields[name]
+            sentence, _, _ = (field.description or "").partition(". ")
+            mark = " [preset]" if (field.description or "").endswith("[preset]") else ""
+            text = f"{sentence.rstrip('.')}.{mark} (default: {field.default})"
+            flags = [*names[f"--{name}"][-1:], *names[f"--{name}"][:-1]]
+            short.add_argument(*flags, metavar=word, help=text.replace("%", "%%"))
+    short.add_argument("--config", metavar="FILE", help=_ABOUT_CONFIG)
+    short.add_argument("--help", "-h", nargs="?", metavar="all", help=_ABOUT_HELP)
+    return short
+
+
+def _notes(presets: Mapping[str, Any]) -> str:
+    """What holds for all flags, and where the presets are."""
+    notes = "Dashes and underscores are the same in flags."
+    return f"{notes} Presets (edenrl/config/presets.py): {', '.join(presets)}." if presets else notes
 
 
 def _help_class(
@@ -351,6 +453,7 @@ def _unknown_argument(token: str, flags: Sequence[str]) -> str:
     flag = token.partition("=")[0]
     if not flag.startswith("-"):
         return f"unexpected argument '{token}'; every value follows its flag, as in --seed 2"
-    near = [name for score, name in closest(flag.lstrip("-"), [name[2:] for name in flags])[:3] if score >= 0.5]
-    hint = f"closest: {', '.join('--' + name for name in near)}" if near else "--help lists every flag"
+    word = flag.lstrip("-").replace("-", "_")
+    near = [name for score, name in closest(word, [name[2:] for name in flags])[:3] if score >= 0.5]
+    hint = f"closest: {', '.join('--' + name for name in near)}" if near else "--help all lists every flag"
     return f"unknown flag {flag}; {hint}"

@@ -67,7 +67,7 @@ class EvaluationConfig(Config):
     kwargs: EnvKwargs = Field(default_factory=dict)
     """Overrides of env.kwargs in evaluation, as JSON. --evaluation.kwargs.KEY VALUE sets a single one."""
     interval_iterations: Count | None = None
-    """Iterations between evaluations, each saved as a checkpoint. None: evaluate at every checkpoint."""
+    """Iterations between evaluations, each saved as a checkpoint. None: at checkpoints, for a tenth of the time."""
     metric: Name = "return_mean"
     """Evaluation metric that decides which checkpoint is the best, such as return_mean or success_rate."""
     mode: Literal["max", "min"] = "max"

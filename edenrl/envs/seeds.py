@@ -2,10 +2,32 @@
 
 from __future__ import annotations
 
+from numbers import Integral
+
 import numpy as np
 import torch
 
-__all__ = ["chosen_seed", "process_seed", "spawn_seeds"]
+__all__ = ["checked_seed", "chosen_seed", "process_seed", "spawn_seeds"]
+
+
+def checked_seed(seed: int) -> int:
+    """``seed``, if every random generator takes it.
+
+    Args:
+        seed: a whole number from 0 to 2**64 - 1.
+
+    Raises:
+        ValueError: for anything else.
+
+    Examples:
+        >>> checked_seed(2**64)
+        Traceback (most recent call last):
+        ...
+        ValueError: seed is 18446744073709551616; expected a whole number from 0 to 2**64 - 1.
+    """
+    if isinstance(seed, bool) or not isinstance(seed, Integral) or not 0 <= seed < 2**64:
+        raise ValueError(f"seed is {seed!r}; expected a whole number from 0 to 2**64 - 1.")
+    return int(seed)
 
 
 def chosen_seed(seed: int | None) -> int:
@@ -14,15 +36,18 @@ def chosen_seed(seed: int | None) -> int:
     Args:
         seed: the seed, or None to draw one.
 
+    Raises:
+        ValueError: for a seed that ``checked_seed`` refuses.
+
     Examples:
         >>> chosen_seed(7)
         7
     """
-    return int(torch.randint(2**31 - 1, ()).item()) if seed is None else seed
+    return int(torch.randint(2**31 - 1, ()).item()) if seed is None else checked_seed(seed)
 
 
 def process_seed(seed: int, process: int) -> int:
-    """The seed of one of several processes that train together: ``seed`` for the first, independent ones for the others.
+    """The seed of one of several processes that train together: ``seed`` itself for the first of them.
 
     Args:
         seed: seed of the run.
@@ -45,10 +70,10 @@ def spawn_seeds(seed: int, n: int) -> list[int]:
         n: how many.
 
     Raises:
-        ValueError: ``seed`` is negative.
+        ValueError: ``seed`` is negative or too large.
 
     Examples:
         >>> spawn_seeds(0, 8)[:2] == spawn_seeds(0, 2), set(spawn_seeds(0, 8)) & set(spawn_seeds(1, 8))
         (True, set())
     """
-    return [int(word) >> 1 for word in np.random.SeedSequence(seed).generate_state(n)]
+    return [int(word) >> 1 for word in np.random.SeedSequence(checked_seed(seed)).generate_state(n)]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
@@ -11,13 +13,75 @@ from torchrl.checkpoint import GlobalRNGState
 from torchrl.envs import EnvBase
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
-from edenrl.envs.self_resetting import recorded_metrics
+from edenrl.envs.self_resetting import SelfResettingEnv, recorded_metrics
 
-__all__ = ["evaluate"]
+__all__ = ["EvaluationBudget", "announced_metrics", "evaluate", "may_report_more"]
 
 
 # Environments stepped together; more do not make an evaluation faster on a CPU.
 _ROWS = 128
+# Steps of training for each step of an evaluation. With the updates between them, about a tenth of the time goes into
+# evaluations at most.
+_TRAINING_STEPS = 5
+
+
+class EvaluationBudget:
+    """Keeps the evaluations of a run to about a tenth of its time, without looking at a clock.
+
+    An evaluation is affordable once training has made five times its steps since the last one. Both kinds of steps
+    count: those of single environments, which take the time of a simulator that steps one after another, and those of
+    the whole batch, which take the time of one that steps all at once. Episodes are taken to be as long as in the last
+    evaluation; before the first, as long as those that ended in training last. While none has ended in training, an
+    evaluation would take longer than the training so far.
+
+    The decision follows from the run's own numbers alone. Equal seeds evaluate at the same iterations, and a resumed
+    run goes on as it would have.
+
+    Args:
+        num_episodes: episodes of an evaluation.
+        frames: environment steps of an iteration of training, all environments together.
+        num_envs: environments of training.
+
+    Examples:
+        >>> budget = EvaluationBudget(num_episodes=10, frames=800, num_envs=8)
+        >>> budget.observe(1, {"episode/length": 100.0})
+        >>> budget.affords(6), budget.affords(7)  # 5 * 10 * 100 steps are 6.25 iterations
+        (False, True)
+        >>> budget.observe(7, {"eval/length_mean": 200.0})
+        >>> budget.affords(19), budget.affords(20)
+        (False, True)
+    """
+
+    def __init__(self, num_episodes: int, frames: int, num_envs: int) -> None:
+        per_row = math.ceil(num_episodes / min(num_episodes, _ROWS))
+        shares = num_episodes / frames, per_row * num_envs / frames
+        self._iterations_per_step = _TRAINING_STEPS * max(shares)
+        self._last = 0
+        self._in_training = math.inf
+        self._in_evaluation: float | None = None
+
+    def affords(self, iteration: int) -> bool:
+        """Whether an evaluation after so many iterations keeps within the budget."""
+        length = self._in_training if self._in_evaluation is None else self._in_evaluation
+        return iteration - self._last >= self._iterations_per_step * length
+
+    def observe(self, iteration: int, row: Mapping[str, float]) -> None:
+        """Learns the length of episodes from the metrics of an iteration."""
+        # A loop that does not watch its episodes says nothing of their length: its first evaluation is free.
+        length = row.get("episode/length", 0.0)
+        if not math.isnan(length):
+            self._in_training = length
+        if "eval/length_mean" in row:
+            self._in_evaluation, self._last = row["eval/length_mean"], iteration
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is known so far."""
+        return {"last": self._last, "in_training": self._in_training, "in_evaluation": self._in_evaluation}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores what was known."""
+        self._last, self._in_training = state["last"], state["in_training"]
+        self._in_evaluation = state["in_evaluation"]
 
 
 Policy = Callable[[TensorDictBase], TensorDictBase]
@@ -83,6 +147,38 @@ def evaluate(
     return _summarize(finished)
 
 
+def announced_metrics(env: EnvBase | None = None) -> list[str]:
+    """Names of what ``evaluate`` returns for an environment, as far as its specs tell.
+
+    Args:
+        env: the environment as its simulator made it; None: what every evaluation returns.
+
+    Examples:
+        >>> from edenrl.envs import make_env
+        >>> announced_metrics(make_env("PointMass", 1))[-4:]
+        ['success_rate', 'final_distance', 'path_length', 'collisions']
+    """
+    names = [*_summarize({"return": torch.zeros(1), "length": torch.zeros(1)})]
+    if env is None:
+        return names
+    spec = env.observation_spec
+    if "metrics" in spec.keys():
+        names += [_reported(name) for name in spec["metrics"].keys()]
+    if "reward_groups" in spec.keys():  # wrap_env sums each of them over the episode
+        names += [f"{name}_return" for name in spec["reward_groups"].keys()]
+    return names
+
+
+def may_report_more(env: EnvBase) -> bool:
+    """Whether the simulator may report metrics that it has not announced in the specs."""
+    return isinstance(env, SelfResettingEnv)
+
+
+def _reported(name: str) -> str:
+    name = name.removeprefix("metrics/")
+    return "success_rate" if name == "success" else name
+
+
 def _play(
     policy: Policy, env: EnvBase, num_episodes: int, max_steps: int, unannounced: list[dict[str, torch.Tensor]]
 ) -> dict[str, torch.Tensor]:
@@ -135,6 +231,5 @@ def _summarize(finished: dict[str, torch.Tensor]) -> dict[str, float]:
         "episodes": torch.tensor(float(len(returns))),
     }
     for key, values in finished.items():
-        name = key.removeprefix("metrics/")
-        summary["success_rate" if name == "success" else name] = values.mean()
+        summary[_reported(key)] = values.mean()
     return {name: float(value) for name, value in summary.items()}

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import csv
-import io
 import logging
 import math
-from collections.abc import Callable, Mapping
+import os
+import secrets
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +20,18 @@ _log = logging.getLogger("edenrl")
 
 def read_metrics(path: str | Path) -> list[dict[str, float]]:
     """Reads a ``metrics.csv``; empty cells are left out of their row, a half-written last line is dropped."""
+    return list(_rows(path))
+
+
+def _rows(path: str | Path) -> Iterator[dict[str, float]]:
+    """The rows of a ``metrics.csv``, one at a time."""
     with open(path, newline="", encoding="utf-8") as file:
-        text = file.read()
-    complete = text[: text.rfind("\n") + 1]
-    rows = []
-    for row in csv.DictReader(io.StringIO(complete)):
-        try:
-            rows.append({name: float(cell) for name, cell in row.items() if name and cell})
-        except (TypeError, ValueError):
-            continue
-    return rows
+        complete = (line for line in file if line.endswith("\n"))
+        for row in csv.DictReader(complete):
+            try:
+                yield {name: float(cell) for name, cell in row.items() if name and cell}
+            except (TypeError, ValueError):
+                continue
 
 
 def _header(path: Path) -> list[str]:
@@ -50,7 +53,8 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 class MetricsTable:
     """A CSV file with one row per iteration and one column per metric.
 
-    Rows are flushed as they come. A metric that first appears later adds a column (the file is rewritten atomically).
+    Rows are flushed as they come, and none is kept in memory. A metric that first appears later adds a column: the file
+    is copied row by row, and the copy replaces it atomically.
 
     Args:
         path: the file; continued when it exists.
@@ -68,42 +72,49 @@ class MetricsTable:
 
     def __init__(self, path: Path, first: int = 0) -> None:
         self.path = path
-        self.rows = (
-            [row for row in read_metrics(path) if row.get("iteration", math.inf) < first] if path.exists() else []
-        )
-        # From the header: a column may be empty in every row that is kept.
-        self.columns = _header(path) if self.rows else []
+        self.columns: list[str] = []
         self._file: Any = None
-        if self.rows:
-            self._rewrite()
-        elif path.exists():
-            path.unlink()
+        if path.exists():
+            # From the header: a column may be empty in every row that is kept.
+            self.columns = _header(path)
+            if not self._rewrite(first):
+                self.close()
+                self.columns = []
+                path.unlink()
 
     def write(self, row: Mapping[str, float]) -> None:
         """Appends a row; NaN becomes an empty cell."""
         kept = {name: float(value) for name, value in row.items() if not math.isnan(value)}
-        self.rows.append(kept)
         fresh = [name for name in row if name not in self.columns]
         if fresh or self._file is None:
             self.columns += fresh
             self._rewrite()
-        else:
-            csv.writer(self._file).writerow([self._cell(kept, name) for name in self.columns])
-            self._file.flush()
+        csv.writer(self._file).writerow([self._cell(kept, name) for name in self.columns])
+        self._file.flush()
 
     @staticmethod
     def _cell(row: Mapping[str, float], name: str) -> str:
         value = row.get(name)
         return "" if value is None else str(int(value)) if value.is_integer() and abs(value) < 1e15 else repr(value)
 
-    def _rewrite(self) -> None:
+    def _rewrite(self, first: int | None = None) -> int:
+        """Writes the file anew with all columns, without the rows of iteration `first` and later; counts its rows."""
         self.close()
-        buffer = io.StringIO()
-        writer = csv.writer(buffer)
-        writer.writerow(self.columns)
-        writer.writerows([self._cell(row, name) for name in self.columns] for row in self.rows)
-        write_atomic(self.path, buffer.getvalue())
+        count = 0
+        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
+        try:
+            with open(temporary, "w", newline="", encoding="utf-8") as file:
+                writer = csv.writer(file)
+                writer.writerow(self.columns)
+                for row in _rows(self.path) if self.path.exists() else ():
+                    if first is None or row.get("iteration", math.inf) < first:
+                        writer.writerow([self._cell(row, name) for name in self.columns])
+                        count += 1
+            os.replace(temporary, self.path)
+        finally:
+            temporary.unlink(missing_ok=True)
         self._file = open(self.path, "a", newline="", encoding="utf-8")
+        return count
 
     def close(self) -> None:
         """Closes the file."""
@@ -116,7 +127,8 @@ class RunLogger:
     """``metrics.csv`` plus, when asked, one of TorchRL's loggers.
 
     A logger that fails never stops training: its errors are counted and the first is reported. wandb without a network
-    or an account falls back to offline and says so once.
+    or an account falls back to offline and says so once. A run that is resumed continues its curves: iterations that a
+    crash made it repeat are shown once.
 
     Args:
         run_dir: where ``metrics.csv`` and the loggers' own files go.
@@ -142,8 +154,11 @@ class RunLogger:
         self.table = MetricsTable(run_dir / "metrics.csv", first)
         self.errors = 0
         self.logger: Any = None
+        # wandb drops a step that it has; without its own step it would add the row once more.
+        self._options = {"override_global_step": True} if kind == "wandb" else {}
         if kind == "tensorboard":
-            self.logger = self._start(lambda: _tensorboard(run_dir), "tensorboard", 'pip install "edenrl[tensorboard]"')
+            hint = 'pip install "edenrl[tensorboard]"'
+            self.logger = self._start(lambda: _tensorboard(run_dir, first), "tensorboard", hint)
         elif kind == "wandb" and wandb_mode != "disabled":
             self.logger = self._start_wandb(run_dir, name, project, wandb_mode)
         elif kind not in ("csv", "wandb"):
@@ -179,7 +194,7 @@ class RunLogger:
         self.table.write({"iteration": iteration, **row})
         if self.logger is not None:
             finite = {key: value for key, value in row.items() if not math.isnan(value)}
-            self._guard(lambda: self.logger.log_metrics(finite, step=iteration))
+            self._guard(lambda: self.logger.log_metrics(finite, step=iteration, **self._options))
 
     def _guard(self, call: Callable[[], Any]) -> None:
         try:
@@ -203,10 +218,17 @@ def _short(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[0][:120] if text else ''}"
 
 
-def _tensorboard(run_dir: Path) -> Any:
+def _tensorboard(run_dir: Path, first: int) -> Any:
+    from torch.utils.tensorboard import SummaryWriter
     from torchrl.record.loggers import TensorboardLogger
 
-    return TensorboardLogger(exp_name="tensorboard", log_dir=str(run_dir))
+    class Continued(TensorboardLogger):
+        """Hides what an earlier process wrote of iteration `first` and later."""
+
+        def _create_experiment(self) -> SummaryWriter:
+            return SummaryWriter(log_dir=str(run_dir / "tensorboard"), purge_step=first)
+
+    return Continued(exp_name="tensorboard", log_dir=str(run_dir))
 
 
 def _wandb(run_dir: Path, name: str, project: str, *, offline: bool) -> Any:
@@ -217,8 +239,18 @@ def _wandb(run_dir: Path, name: str, project: str, *, offline: bool) -> Any:
         exp_name=name,
         offline=offline,
         save_dir=str(run_dir),
+        id=_wandb_id(run_dir),
         project=project,
         log_env_packages=False,
         mode="offline" if offline else "online",
+        resume="allow",
         settings=wandb.Settings(init_timeout=20, silent=True),
     )
+
+
+def _wandb_id(run_dir: Path) -> str:
+    """The name of the run at wandb: drawn once, then read from the run directory."""
+    path = run_dir / "wandb_id.txt"
+    if not path.exists():
+        write_atomic(path, f"{secrets.token_hex(4)}\n")
+    return path.read_text(encoding="utf-8").strip()

@@ -9,6 +9,7 @@ import math
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,9 @@ _log = logging.getLogger("edenrl")
 
 _SECONDS_PER_LINE = 10.0
 _SECONDS_PER_FILE = 1.0
+_EPISODES = 100
+# What a line says of the updates, and the word for it; a bar has no room for it.
+_UPDATES = {"loss": "loss", "kl": "KL", "lr": "lr"}
 
 
 def format_table(rows: Mapping[str, Any], title: str = "") -> str:
@@ -54,6 +58,35 @@ def _write_nowhere(stream: Any) -> None:
         os.close(nowhere)
 
 
+class _RecentEpisodes:
+    """Means over the episodes that ended last: those of as few iterations as ended at least a hundred together.
+
+    A single iteration is no measure: the first episodes that end are the short ones, and many iterations end none. The
+    window is for people. It is in no checkpoint and starts empty when a run is resumed.
+    """
+
+    def __init__(self) -> None:
+        self._rows: deque[dict[str, float]] = deque()
+        self.count = 0.0
+
+    def add(self, metrics: Mapping[str, float]) -> None:
+        """Adds an iteration's metrics: ``episode/count``, and means over so many episodes."""
+        row = {name: value for name, value in metrics.items() if name.startswith("episode/")}
+        if not row.get("episode/count", 0.0) > 0:
+            return
+        self._rows.append(row)
+        self.count += row["episode/count"]
+        while self.count - self._rows[0]["episode/count"] >= _EPISODES:
+            self.count -= self._rows.popleft()["episode/count"]
+
+    def mean(self, name: str) -> float:
+        """Mean of ``episode/...`` over the episodes that have it; NaN where none has."""
+        pairs = [(row["episode/count"], row.get(name, math.nan)) for row in self._rows]
+        known = [(count, value) for count, value in pairs if not math.isnan(value)]
+        total = sum(count for count, _ in known)
+        return sum(count * value for count, value in known) / total if known else math.nan
+
+
 class Progress:
     """A bar on a terminal, a plain line now and then elsewhere, nothing when quiet; and ``progress.json``.
 
@@ -63,7 +96,8 @@ class Progress:
         total: frames of the whole run.
         done: frames done before this process started.
         quiet: show nothing (the file is still written).
-        shown: metrics worth a person's glance, by column name and label.
+        shown: metrics worth a person's glance, by column name and label. Those called ``episode/...`` are means over
+            the last finished episodes, at least 100 once there are so many, and their number stands behind them.
         unit: what is counted, "frames" by default.
     """
 
@@ -96,6 +130,7 @@ class Progress:
         self._wrote_line = self._wrote_file = -math.inf
         self._failed = False
         self.last: dict[str, float] = {}
+        self._recent = _RecentEpisodes()
 
     @property
     def rate(self) -> float:
@@ -106,19 +141,29 @@ class Progress:
         """Shows the state after an iteration; metrics that are NaN keep their last value."""
         new, self.done = done - self.done, done
         self.last.update({name: value for name, value in metrics.items() if not math.isnan(value)})
+        self._recent.add(metrics)
         now = time.monotonic()
         if self.bar is not None:
             self._on_bar(lambda bar: (bar.set_postfix_str(self._glance(), refresh=False), bar.update(new)))
         elif not self.quiet and now - self._wrote_line >= _SECONDS_PER_LINE:
             self._wrote_line = now
             left = _duration((self.total - done) / max(self.rate, 1e-9))
-            print_line(f"{done:,} / {self.total:,} {self.unit}, {self.rate:,.0f}/s, {left} left, {self._glance()}")
+            where = f"{done:,} / {self.total:,} {self.unit}, {self.rate:,.0f}/s, {left} left"
+            print_line(", ".join(part for part in (where, self._glance(), self._labelled(_UPDATES)) if part))
         if now - self._wrote_file >= _SECONDS_PER_FILE:
             self._wrote_file = now
             self.write("running")
 
     def _glance(self) -> str:
-        return ", ".join(f"{label} {self.last[name]:.4g}" for name, label in self.shown.items() if name in self.last)
+        means = {name: self._recent.mean(name) for name in self.shown}
+        episodes = [f"{self.shown[name]} {mean:.4g}" for name, mean in means.items() if not math.isnan(mean)]
+        if episodes:
+            episodes[-1] += f" (last {self._recent.count:.0f} episodes)"
+        rest = self._labelled({name: label for name, label in self.shown.items() if math.isnan(means[name])})
+        return ", ".join([*episodes, rest] if rest else episodes)
+
+    def _labelled(self, shown: Mapping[str, str]) -> str:
+        return ", ".join(f"{label} {self.last[name]:.4g}" for name, label in shown.items() if name in self.last)
 
     def say(self, text: str) -> None:
         """Prints a line without tearing the bar."""

@@ -1,4 +1,4 @@
-"""What a run says when it ends: the table of a good end, the message of a bad one."""
+"""What a run says when it begins and when it ends: the table of a good end, the message of a bad one."""
 
 from __future__ import annotations
 
@@ -11,16 +11,47 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
 from torchrl.checkpoint import CheckpointError
 
 from edenrl import distributed
 from edenrl._files import write_atomic
 from edenrl.training.checkpoint import has_checkpoint
+from edenrl.training.progress import format_table
 
 if TYPE_CHECKING:
     from edenrl.training.run import Run
 
-__all__ = ["run_script", "run_table", "save_error"]
+__all__ = ["run_banner", "run_script", "run_table", "save_error"]
+
+
+def run_banner(run: Run) -> str:
+    """The table that a run begins with: what trains what, on what, for how long, and where it is written."""
+    env, processes = run.cfg.env, distributed.world_size()
+    total = run.iterations * run.frames_per_iteration
+    rows: dict[str, Any] = {"device": run.device, "environment": env.name}
+    rows["environments"] = f"{env.num_envs:,}" if processes == 1 else f"{env.num_envs:,} in each of {processes}"
+    rows["networks"] = _networks(run.components)
+    rows[run.unit] = f"{total:,} in {run.iterations:,} iterations of {run.frames_per_iteration:,}"
+    if run.evaluates:
+        interval = run.evaluation_interval
+        rows["evaluation"] = "every iteration" if interval == 1 else f"every {interval:,} iterations and at the end"
+        if run.evaluation_budget is not None:
+            rows["evaluation"] += ", less often where that takes over a tenth of the time"
+    rows["run directory"] = run.dir
+    return format_table(rows, run.algorithm)
+
+
+def _networks(components: Mapping[str, Any]) -> str:
+    """Networks with the number of their parameters; those that share all of them with an earlier one are left out."""
+    counted: set[nn.Parameter] = set()
+    shown = []
+    for name, component in components.items():
+        own = {*component.parameters()} - counted if isinstance(component, nn.Module) else set()
+        if own:
+            counted |= own
+            shown.append(f"{name} {sum(parameter.numel() for parameter in own):,}")
+    return f"{', '.join(shown)} parameters" if shown else "none"
 
 
 def run_table(run: Run) -> dict[str, Any]:

@@ -16,17 +16,19 @@ from torchrl.envs import EnvBase, TransformedEnv
 from edenrl import distributed
 from edenrl._files import DiskFullError, disk_space
 from edenrl.config import RunConfig
+from edenrl.config.base import closest
 from edenrl.envs import action_box, process_seed, wrap_env
 from edenrl.optim import GradientStep
 from edenrl.training.checkpoint import has_checkpoint, load_weights
 from edenrl.training.environment import build_env, collector_options, evaluate_run
+from edenrl.training.evaluation import EvaluationBudget, announced_metrics, may_report_more
 from edenrl.training.exporting import export_run, require_export
 from edenrl.training.folder import RunFolder, run_directory
 from edenrl.training.metrics import IterationMetrics
 from edenrl.training.observations import changed_observations, describe_observations, save_observations
 from edenrl.training.optimization import Trained, build_gradient_step
 from edenrl.training.progress import format_table, print_line
-from edenrl.training.reports import run_table
+from edenrl.training.reports import run_banner, run_table
 from edenrl.training.startup import setup
 from edenrl.training.stopping import StopRequest
 
@@ -40,7 +42,8 @@ class Run:
     environment, ``keep`` names what a checkpoint must hold, ``gradient_step`` adds an optimizer with its schedule.
     The first iteration creates the run directory or, with ``cfg.resume``, restores the newest checkpoint: wrong input
     that the parts refuse leaves no directory behind. After each iteration the run writes metrics and progress. Ten
-    times a run, by default, it evaluates the policy and saves a checkpoint.
+    times a run, by default, it saves a checkpoint and evaluates the policy; less often where evaluations would take
+    more than about a tenth of the time.
 
     The first Ctrl-C (or SIGTERM) ends the iteration, saves, and leaves with exit status 130. The second ends at once. A
     run that is killed at any moment resumes from the checkpoint before.
@@ -63,6 +66,8 @@ class Run:
         dir: the run directory, once the run has begun.
         leads: whether this process is the one that writes, prints and evaluates.
         iteration: iterations that are done.
+        evaluation_budget: what bounds the time of evaluations, unless the configuration sets their interval or the
+            caller measures something else.
 
     Raises:
         ValueError: for a device that cannot be used, or what ``cfg.resume`` cannot change.
@@ -98,6 +103,7 @@ class Run:
         self.algorithm = cfg.algorithm_name if algorithm is None else algorithm
         self._evaluate = evaluate
         self._extra_evaluation: Callable[[], dict[str, float]] | None = None
+        self._extra_names: tuple[str, ...] = ()
         self._asked = iterations, frames_per_iteration
         self.unit = "frames"
         self.iteration, self.elapsed = 0, 0.0
@@ -108,6 +114,7 @@ class Run:
         self._batches: dict[int, Iterator[TensorDictBase]] = {}
         self._metrics = IterationMetrics()
         self.exported: Mapping[str, Path] = {}
+        self.evaluation_budget: EvaluationBudget | None = None
         self._begun = self._ending = False
 
     def __enter__(self) -> Run:
@@ -129,11 +136,15 @@ class Run:
 
     def env(self) -> EnvBase:
         """The environment of ``cfg.env`` as its simulator made it: networks are built from its exact specs."""
-        env = build_env(self.cfg, self.device)
+        cfg = self.cfg
+        env = build_env(cfg, self.device)
         self._env = env
         self._metrics.box = action_box(env)
         if self._evaluate is None:
             self._evaluate = self._evaluate_policy
+            if cfg.evaluation.interval_iterations is None:
+                frames = self.frames_per_iteration // distributed.world_size()
+                self.evaluation_budget = EvaluationBudget(cfg.evaluation.num_episodes, frames, cfg.env.num_envs)
         return env
 
     def training_env(self, env: EnvBase) -> TransformedEnv:
@@ -202,13 +213,29 @@ class Run:
         self.keep(**step.optimizers, **{name: step})
         return step
 
-    def add_evaluation(self, measure: Callable[[], dict[str, float]]) -> None:
-        """Adds metrics of one's own to those of each evaluation."""
-        self._extra_evaluation = measure
+    def add_evaluation(self, measure: Callable[[], dict[str, float]], *names: str) -> None:
+        """Adds metrics of one's own to those of each evaluation.
+
+        Args:
+            measure: returns them by name.
+            names: the names, for ``cfg.evaluation.metric`` to be checked before the run begins; without them it is
+                checked at the first evaluation.
+        """
+        self._extra_evaluation, self._extra_names = measure, names
 
     def count_updates(self) -> None:
         """Gives the budget in updates and not in frames, for environments that schedule their rollouts themselves."""
         self.unit, self.frames_per_iteration = "updates", 1
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether there is something to evaluate."""
+        return self._evaluate is not None
+
+    @property
+    def components(self) -> Mapping[str, Any]:
+        """What ``keep`` and ``gradient_step`` have named so far."""
+        return dict(self._components)
 
     @property
     def is_new(self) -> bool:
@@ -252,6 +279,7 @@ class Run:
             self.folder.open_outputs(self.iteration, done, total, self.unit)
             if self.leads and self._env is not None:
                 save_observations(self.dir, describe_observations(self._env))
+            self.folder.say(run_banner(self))
             self._say_where_it_starts(resumed)
             self._stop = StopRequest(self.folder.say)
             self._stop.catch_signals()
@@ -327,26 +355,51 @@ class Run:
             )
         if cfg.export:
             require_export(self._components)
+        if self._metric_is_unknown() and self._reports_only_what_it_announces():
+            metric = cfg.evaluation.metric
+            names = ", ".join(name for _, name in closest(metric, self._announced_metrics()))
+            raise ValueError(
+                f"evaluation.metric is {metric!r}; an evaluation of {cfg.env.name} measures {names} (the closest name "
+                "comes first)."
+            )
+
+    def _metric_is_unknown(self) -> bool:
+        return self.evaluates and self.cfg.evaluation.metric not in self._announced_metrics()
+
+    def _announced_metrics(self) -> list[str]:
+        return [*announced_metrics(self._env), *self._extra_names]
+
+    def _reports_only_what_it_announces(self) -> bool:
+        """Whether the specs tell all that an evaluation will measure."""
+        own = self._evaluate != self._evaluate_policy
+        unnamed = self._extra_evaluation is not None and not self._extra_names
+        return not (own or unnamed or self._env is None or may_report_more(self._env) or self.cfg.evaluation.kwargs)
 
     def _say_where_it_starts(self, resumed: bool) -> None:
         if resumed:
             self.folder.say(f"Resumed {self.dir} at iteration {self.iteration} of {self.iterations}.")
         elif self.cfg.resume is not None:
             self.folder.say(f"{self.dir} has no checkpoint yet: starting from the beginning with its config.json.")
+        if self._metric_is_unknown():
+            name = self.cfg.evaluation.metric
+            self.folder.say(f"Whether evaluations measure evaluation.metric {name!r} is seen at the first one.")
 
     def state_dict(self) -> dict[str, Any]:
         """Counters (the checkpoint's "run" component)."""
-        return {"iteration": self.iteration, "elapsed": self.seconds}
+        state = {"iteration": self.iteration, "elapsed": self.seconds}
+        return state if self.evaluation_budget is None else {**state, "evaluation": self.evaluation_budget.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores the counters."""
         self.iteration, self.elapsed = state["iteration"], state["elapsed"]
+        if self.evaluation_budget is not None and "evaluation" in state:
+            self.evaluation_budget.load_state_dict(state["evaluation"])
 
     def _finish_iteration(self) -> None:
         row = self._metrics.row()
         self.iteration += 1
         last = self.iteration == self.iterations
-        evaluated = self._evaluate is not None and (last or self.iteration % self.evaluation_interval == 0)
+        evaluated = self._evaluate is not None and (last or self._evaluation_is_due())
         due = last or evaluated or self.iteration % self.interval == 0
         frames = self.iteration * self.frames_per_iteration
         if evaluated and self._evaluate is not None and self.leads:
@@ -363,6 +416,8 @@ class Run:
         everyone = distributed.exchange((row, self._stop.reason))
         self._ending = any(reason is not None for _, reason in everyone)
         row = distributed.average_rows([row for row, _ in everyone])
+        if self.evaluation_budget is not None:
+            self.evaluation_budget.observe(self.iteration, row)
         # The row is written before the checkpoint: a crash between the two is mended by dropping rows on resume.
         self._write(row)
         if due or self._ending:
@@ -373,6 +428,11 @@ class Run:
     def _write(self, row: Mapping[str, float]) -> None:
         frames = self.iteration * self.frames_per_iteration
         self.folder.write(self.iteration - 1, {"frames": frames, "seconds": round(self.seconds, 2), **row})
+
+    def _evaluation_is_due(self) -> bool:
+        if self.iteration % self.evaluation_interval:
+            return False
+        return self.evaluation_budget is None or self.evaluation_budget.affords(self.iteration)
 
     def _evaluate_policy(self) -> dict[str, float]:
         return evaluate_run(self.cfg, self._components["policy"], self.device)

@@ -102,6 +102,28 @@ def test_done_rows_keep_their_true_last_observation() -> None:
 
 
 @pytest.mark.parametrize(
+    ("commands", "succeeds"),
+    [
+        ({"vx": [0.0, 0.0], "vy": [0.0, 0.0], "yaw": [0.0, 0.0]}, 1.0),
+        ({"vx": [0.15, 0.15], "vy": [0.0, 0.0], "yaw": [0.0, 0.0]}, 1.0),
+        ({"vx": [0.3, 0.3], "vy": [0.0, 0.0], "yaw": [0.0, 0.0]}, 0.0),
+        ({"vx": [0.0, 0.0], "vy": [-0.25, -0.25], "yaw": [0.0, 0.0]}, 0.0),
+        ({"vx": [0.0, 0.0], "vy": [0.0, 0.0], "yaw": [0.4, 0.4]}, 0.0),
+    ],
+)
+@pytest.mark.parametrize("seed", [3, 11])
+def test_success_is_to_follow_the_command_and_not_to_stand(
+    commands: dict[str, Any], succeeds: float, seed: int
+) -> None:
+    groups = ["policy", "metrics"]
+    env = make(3, seed=seed, groups=groups, episode_seconds=2.0, commands=commands, zero_commands=0.0)
+    steps, _ = play(env, env.reset(), torch.zeros(100, 3, 12))
+    end = steps[-1]["next"]
+    assert end["truncated"].all() and (end["metrics", "success"] == succeeds).all()
+    assert all((step["next", "metrics", "success"] == 0).all() for step in steps[:-1])
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"groups": ["polcy"]}, "choose from .*'policy'"),

@@ -12,8 +12,17 @@ from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from gymnasium.vector import AutoresetMode
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
 
+from edenrl.collectors import WindowBuffer, make_collector
 from edenrl.config import EnvConfig, RunConfig
-from edenrl.envs import GymVectorEnv, Quadruped, QuadrupedTerrain, make_gym_env, set_group_size, spawn_seeds
+from edenrl.envs import (
+    GymVectorEnv,
+    Quadruped,
+    QuadrupedTerrain,
+    make_env,
+    make_gym_env,
+    set_group_size,
+    spawn_seeds,
+)
 from edenrl.envs.seeds import chosen_seed
 from edenrl.training import setup
 from edenrl.training.environment import build_env, collector_options
@@ -40,7 +49,7 @@ def test_seeds_are_distinct_repeatable_and_fit_31_bits() -> None:
     assert spawn_seeds(2**63, 3) == spawn_seeds(2**63, 64)[:3]
     for other in range(1, 300):
         assert not np.any(np.isin(spawn_seeds(other, 64), spawn_seeds(0, 64)))
-    with pytest.raises(ValueError, match="non-negative"):
+    with pytest.raises(ValueError, match="expected a whole number from 0 to"):
         spawn_seeds(-1, 2)
 
 
@@ -109,3 +118,32 @@ def test_processes_and_workers_of_neighbouring_seeds_share_no_stream(monkeypatch
             worker = collector_options(cfg)["worker_env"](number)
             of_workers.add(tuple(worker.reset()["observation"][0].tolist()))
     assert len(drawn) == len(episodes) == len(of_workers) == len(seeds) * processes
+
+
+@pytest.mark.parametrize("seed", [-1, 2**64, 2**70, 10**30, 1.5, True, "3"])
+@pytest.mark.parametrize("name", ["PointMass", "HiddenPointMass", "CartPole-v1", "Quadruped"])
+def test_a_seed_that_no_generator_takes_is_refused_with_the_range(name: str, seed: object) -> None:
+    if name == "Quadruped":
+        pytest.importorskip("mujoco")
+    message = rf"(?s){seed!r}.*expected a whole number from 0 to 2\*\*64 - 1"
+    with pytest.raises(ValueError, match=message):
+        make_env(name, 2, seed=seed)  # type: ignore[arg-type]
+    if isinstance(seed, int) and not isinstance(seed, bool):
+        with pytest.raises(ValueError, match=message):
+            make_env(name, 2).set_seed(seed)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**64, 10**30])
+def test_other_parts_that_draw_refuse_such_seeds_too(seed: int) -> None:
+    with pytest.raises(ValueError, match="expected a whole number from 0 to"):
+        WindowBuffer(8, window_dim=2, batch_size=2, seed=seed)
+    env = make_env("PointMass", 2, seed=0)
+    options = {"kind": "multi_sync", "num_workers": 1, "worker_env": lambda worker: env}
+    with pytest.raises(ValueError, match="expected a whole number from 0 to"):
+        make_collector(env, None, frames_per_batch=4, seed=seed, **options)
+
+
+@pytest.mark.parametrize("seed", [0, 2**31, 2**63, 2**64 - 1, np.int64(7)])
+def test_every_other_seed_is_taken(seed: int) -> None:
+    for name in ("PointMass", "CartPole-v1"):
+        assert torch.equal(*(make_env(name, 2, seed=seed).reset()["observation"] for _ in range(2)))

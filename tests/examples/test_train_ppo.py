@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from trainer_cases import EXAMPLES, PATIENCE, TRAINERS, hide_newest, load_script
 from edenrl.config import load_config
 from edenrl.envs import PointMass, register_env
 from edenrl.modules import make_actor
-from edenrl.training import load_policy_weights, run_script
+from edenrl.training import load_policy_weights, read_metrics, run_script
 
 PPO = TRAINERS["PPO"]
 train, train_ppo, TINY, FRAMES = PPO.train, PPO.module, PPO.flags, PPO.frames
@@ -49,6 +50,62 @@ def test_a_run_leaves_what_the_documentation_promises(tmp_path, capsys):
 def test_resumed_run_is_the_uninterrupted_run(tmp_path, env, schedule):
     flags = (f"--env.name={env}", f"--algorithm.lr_schedule={schedule}")
     PPO.whole_like_parts(tmp_path, 12, 5, *flags)
+
+
+def evaluated(run_dir):
+    """Iterations that were evaluated, with what came out."""
+    table = read_metrics(run_dir / "metrics.csv")
+    return {row["iteration"] + 1: row["eval/return_mean"] for row in table if "eval/return_mean" in row}
+
+
+def test_evaluations_are_a_small_part_of_a_short_run_and_resume_as_planned(tmp_path):
+    short = ("--checkpoint.interval_iterations=5", "--checkpoint.keep_last=99")
+    train(tmp_path / "run", 130, *short)
+    # 4 episodes of 100 steps, 5 * 100 steps of the batch are 62.5 iterations of 8.
+    planned = evaluated(tmp_path / "run")
+    assert [*planned] == [65, 130]
+    whole = rows(tmp_path / "run")
+    for checkpoint in (tmp_path / "run" / "checkpoints").iterdir():
+        if int(checkpoint.name.split("-")[1]) > 40:
+            shutil.rmtree(checkpoint)
+    train(tmp_path / "run", 130, resume=True)
+    assert evaluated(tmp_path / "run") == planned and rows(tmp_path / "run") == whole
+
+
+@pytest.mark.parametrize("env", ["PointMass", "Pendulum-v1"])
+def test_what_is_trained_does_not_depend_on_when_it_is_evaluated(tmp_path, env):
+    for name, interval in (("often", 2), ("never", 99)):
+        train(tmp_path / name, 9, f"--env.name={env}", f"--evaluation.interval_iterations={interval}")
+    assert [*evaluated(tmp_path / "often")] == [2, 4, 6, 8, 9] and [*evaluated(tmp_path / "never")] == [9]
+    assert rows(tmp_path / "often") == rows(tmp_path / "never")
+
+
+@pytest.mark.parametrize(
+    ("flags", "closest"),
+    [
+        (["--evaluation.metric=nope"], "measures "),
+        (["--evaluation.metric=sucess_rate"], "measures success_rate, "),
+        (["--evaluation.metric=success"], "measures success_rate, "),
+        (["--env.name=Pendulum-v1", "--evaluation.metric=success_rate"], "Pendulum-v1 measures "),
+        (["--env.name=CartPole-v1", "--evaluation.metric=return_man"], "measures return_m"),
+    ],
+)
+def test_a_metric_that_no_evaluation_measures_is_refused_at_the_start(tmp_path, capsys, flags, closest):
+    message = PPO.refused(capsys, *TINY, PPO.length(3), f"--run_dir={tmp_path / 'run'}", *flags)
+    assert "evaluation.metric is '" in message and closest in message and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("metric", ["success_rate", "return_min", "final_distance", "length_max"])
+def test_metrics_of_the_environment_may_be_named(tmp_path, capsys, metric):
+    train(tmp_path / "run", 2, f"--evaluation.metric={metric}")
+    assert "is seen at the first one" not in capsys.readouterr().out
+
+
+def test_where_the_metrics_are_not_known_a_run_says_that_the_first_evaluation_tells(tmp_path, capsys):
+    flags = ("--evaluation.metric=nope", "--evaluation.kwargs.max_steps=20")
+    with pytest.raises(ValueError, match="evaluation.metric is 'nope'; this evaluation measures"):
+        train(tmp_path / "run", 2, *flags)
+    assert "Whether evaluations measure evaluation.metric 'nope' is seen at the first one." in capsys.readouterr().out
 
 
 def test_resumed_mujoco_run_in_a_new_process_is_the_uninterrupted_run(tmp_path):
@@ -298,6 +355,14 @@ def test_output_to_a_file_is_a_few_plain_lines(tmp_path):
     seconds = time.monotonic() - began
     progress = [line for line in done.stdout.splitlines() if "frames," in line]
     assert 1 <= len(progress) <= 1 + seconds / 5
+    assert all(f"{word} " in progress[0] for word in ("loss", "KL", "lr"))
+    banner = dict(line.split("  ", 1) for line in done.stdout.split("\n\n")[0].splitlines() if "  " in line)
+    banner = {name: value.strip() for name, value in banner.items()}
+    policy = sum(p.numel() for p in PPO.policy(tmp_path / "run").parameters())
+    assert banner["device"] == "cpu" and banner["environment"] == "PointMass"
+    assert banner["environments"] == "8" and banner["run directory"] == str(tmp_path / "run")
+    assert banner["networks"].startswith(f"policy {policy:,}, critic ")
+    assert banner["frames"].startswith(f"{40 * FRAMES:,} in 40 iterations of {FRAMES:,}")
     assert "\r" not in done.stdout + done.stderr and not done.stderr.strip()
 
 

@@ -157,7 +157,8 @@ def test_a_run_directory_is_not_overwritten_nor_made_up(script, finished, capsys
 
 
 @pytest.mark.parametrize(("name", "env"), [(name, env) for name, table in TABLES.items() for env in table])
-def test_presets_are_valid_and_shown_by_help(name, env, capsys):
+def test_presets_are_valid_and_shown_by_help_on_one_screen(name, env, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     module, profiles = TRAINERS[name].module, presets.FLASHSAC_PROFILES if name == "FlashSAC" else {}
 
     def parse(*flags):
@@ -167,7 +168,9 @@ def test_presets_are_valid_and_shown_by_help(name, env, capsys):
     assert parse("--total_frames=64").total_frames == 64
     with pytest.raises(SystemExit) as stopped:
         module.main(["--env.name", env, "--help"])
-    assert stopped.value.code == 0 and f"the preset for {env}" in " ".join(capsys.readouterr().out.split())
+    shown = capsys.readouterr().out
+    assert stopped.value.code == 0 and f"the preset for {env}" in " ".join(shown.split())
+    assert len(shown.splitlines()) <= 40
 
 
 def test_other_scripts_read_the_run(finished, tmp_path, capsys):

@@ -9,6 +9,7 @@ from torchrl.envs import EnvBase
 from edenrl.envs import make_env
 from edenrl.modules import gaussian_actor
 from edenrl.training import evaluate
+from edenrl.training.evaluation import EvaluationBudget
 
 
 class Countdown(EnvBase):
@@ -119,3 +120,54 @@ def test_endless_episodes_are_reported(policy):
         evaluate(policy, lambda n: Countdown(4, endless=True), 4, max_steps=50)
     with pytest.raises(ValueError, match="num_episodes >= 1"):
         evaluate(policy, lambda n: Countdown(4), 0)
+
+
+def evaluated_by(budget, iterations, interval, length_of, first=1):
+    """Iterations at which a run with that budget evaluates; its evaluations play episodes of 100 steps."""
+    done = []
+    for iteration in range(first, iterations + 1):
+        row = {"episode/length": length_of(iteration)}
+        if iteration % interval == 0 and budget.affords(iteration):
+            done.append(iteration)
+            row["eval/length_mean"] = 100.0
+        budget.observe(iteration, row)
+    return done
+
+
+@pytest.mark.parametrize(
+    ("episodes", "frames", "envs", "interval", "expected"),
+    [
+        (10, 6400, 64, 1, [*range(5, 51, 5)]),  # 5 * 10 * 100 frames are 0.8 iterations, 5 * 100 steps are 5
+        (10, 6400, 640, 1, [50]),  # 5 * 100 steps of the batch are 50 iterations of 10
+        (200, 6400, 64, 1, [16, 32, 48]),  # 5 * 200 * 100 frames are 15.6 iterations, 2 episodes a row are 10
+        (10, 64000, 64, 10, [10, 20, 30, 40, 50]),  # affordable every time
+    ],
+)
+def test_evaluations_wait_until_training_has_made_five_times_their_steps(episodes, frames, envs, interval, expected):
+    budget = EvaluationBudget(episodes, frames, envs)
+    assert evaluated_by(budget, 50, interval, lambda i: 100.0) == expected
+
+
+def test_while_no_episode_has_ended_in_training_none_is_played():
+    budget = EvaluationBudget(2, 6400, 64)
+    nan = float("nan")
+    assert evaluated_by(budget, 30, 5, lambda i: nan if i < 12 else 100.0) == [15, 20, 25, 30]
+    assert evaluated_by(EvaluationBudget(2, 6400, 64), 30, 5, lambda i: nan) == []
+
+
+def test_a_loop_that_does_not_watch_its_episodes_learns_their_length_from_its_first_evaluation():
+    budget = EvaluationBudget(10, 640, 64)
+    budget.observe(1, {"loss": 1.0})
+    assert budget.affords(2)
+    budget.observe(2, {"loss": 1.0, "eval/length_mean": 20.0})
+    assert not budget.affords(11) and budget.affords(12)
+
+
+@pytest.mark.parametrize("cut", [1, 11, 17, 29])
+def test_a_restored_budget_goes_on_as_before(cut):
+    whole = evaluated_by(EvaluationBudget(20, 640, 64), 90, 1, lambda i: 100.0 + i)
+    first = EvaluationBudget(20, 640, 64)
+    begun = evaluated_by(first, cut, 1, lambda i: 100.0 + i)
+    second = EvaluationBudget(20, 640, 64)
+    second.load_state_dict(first.state_dict())
+    assert begun + evaluated_by(second, 90, 1, lambda i: 100.0 + i, first=cut + 1) == whole

@@ -1,6 +1,8 @@
 import builtins
 import math
 import sys
+import time
+import tracemalloc
 
 import pytest
 
@@ -133,3 +135,91 @@ def test_wandb_not_installed(tmp_path, caplog, monkeypatch):
     logger.close()
     assert caplog.text.count('pip install "edenrl[wandb]"') == 1
     assert read_metrics(tmp_path / "metrics.csv")[0]["loss"] == 1.0
+
+
+@pytest.mark.parametrize("columns", [3, 40])
+def test_memory_does_not_grow_with_the_iterations(tmp_path, columns):
+    table = MetricsTable(tmp_path / "metrics.csv")
+
+    def write(first, last):
+        for i in range(first, last):
+            table.write({"iteration": i, **{f"metric {k}": i + k / 7 for k in range(columns)}})
+
+    write(0, 100)
+    tracemalloc.start()
+    write(100, 1500)
+    grown, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    table.write({"iteration": 1500, "new": 0.5})
+    assert grown < 50_000
+    rows = read_metrics(tmp_path / "metrics.csv")
+    assert [row["iteration"] for row in rows] == list(range(1501)) and rows[1500]["new"] == 0.5
+    assert rows[1234]["metric 2"] == 1234 + 2 / 7
+
+
+def test_a_new_column_keeps_holes_and_drops_what_is_no_row(tmp_path):
+    path = tmp_path / "metrics.csv"
+    path.write_text("iteration,loss,return\r\n0,0.5,\r\n1,,2\r\nnonsense,1,1\r\n2,0.25,3\r\n3,0.1")
+    table = MetricsTable(path, first=3)
+    table.write({"iteration": 3, "kl": 0.125, "loss": math.nan})
+    table.close()
+    assert path.read_text().splitlines() == ["iteration,loss,return,kl", "0,0.5,,", "1,,2,", "2,0.25,3,", "3,,,0.125"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.csv"]
+
+
+@pytest.mark.parametrize(("crash", "first", "end"), [(10, 6, 12), (4, 0, 3), (7, 7, 9), (5, 1, 5)])
+def test_tensorboard_draws_the_repeated_iterations_of_a_resumed_run_once(tmp_path, crash, first, end):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for begin, stop in ((0, crash), (first, end)):
+        logger = RunLogger(tmp_path, kind="tensorboard", first=begin)
+        for i in range(begin, stop):
+            logger.write(i, {"loss": float(i), "kl": i / 2})
+        logger.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+    for name in ("loss", "kl"):
+        assert [event.step for event in events.Scalars(name)] == list(range(end))
+
+
+class FakeWandbRun:
+    """What ``wandb.init`` returns."""
+
+    def __init__(self):
+        self.config, self.logged = {}, []
+
+    def log(self, payload, step=None):
+        self.logged.append((step, payload))
+
+    def finish(self):
+        pass
+
+
+@pytest.mark.parametrize("mode", ["online", "offline"])
+def test_a_resumed_run_continues_its_wandb_run(tmp_path, monkeypatch, mode):
+    wandb = pytest.importorskip("wandb")
+    begun, run = [], FakeWandbRun()
+    monkeypatch.setattr(wandb, "init", lambda **options: begun.append(options) or run)
+    monkeypatch.setenv("WANDB_MODE", mode)
+    for folder in ("a", "a", "b"):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        logger = RunLogger(tmp_path / folder, kind="wandb", wandb_mode=mode, name=folder)
+        logger.write(7, {"loss": 0.5})
+        logger.close()
+    first, resumed, other = begun
+    assert first["id"] == resumed["id"] != other["id"] and first["id"] and resumed["resume"] == "allow"
+    # With wandb's own step the repeated iterations after a crash are dropped and not drawn twice.
+    assert [step for step, _ in run.logged] == [7, 7, 7]
+
+
+def test_a_resumed_run_continues_its_wandb_run_offline(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    for begin, end in ((0, 3), (2, 5)):
+        logger = RunLogger(tmp_path, kind="wandb", wandb_mode="offline", name="run", first=begin)
+        for i in range(begin, end):
+            logger.write(i, {"loss": i / 2})
+        logger.close()
+        assert logger.errors == 0
+        time.sleep(1.1)  # wandb names its folders by the second
+    folders = sorted(path.name for path in (tmp_path / "wandb").glob("offline-run-*"))
+    assert len(folders) == 2 and len({name.rpartition("-")[2] for name in folders}) == 1

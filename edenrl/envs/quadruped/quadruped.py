@@ -26,6 +26,8 @@ ACTION_SCALE = 0.25
 COMMAND_PERIOD = 250  # control steps between new commands
 STILL = 0.1  # a smaller command becomes zero: stand
 _SETTLING = 50  # control steps at the start of an episode that velocity errors leave out
+# Largest mean velocity error (m/s) and yaw error (rad/s) of an episode that counts as a success.
+_FOLLOWING = 0.2
 _PUSH_PERIOD = 4.0  # s, on average
 
 COMMANDS = {"vx": (0.0, 1.0), "vy": (-0.3, 0.3), "yaw": (-0.5, 0.5)}
@@ -75,7 +77,7 @@ class Quadruped(QuadrupedObservations):
     | ``amp`` | | ``amp_window`` ``[N, 60]``: joint angles of 5 frames, oldest first; ``amp_gate`` ``[N, 1]``: 1 while commanded to move |
     | ``reward_groups`` | | ``task``, ``style``, ``penalty``, each ``[N, 1]``: the reward is their sum, or 0 when that is negative |
     | ``depth`` | | ``depth`` ``[N, 58, 87]`` in [-0.5, 0.5]: depth / 2.5 m - 0.5, a new image every 5 steps; ``delta_yaw_ok`` ``[N, 1]``: 1 where the way-point is less than 0.6 rad off |
-    | ``metrics`` | | ``success`` (reached the end), ``fallen``, ``diverged``, ``velocity_error`` (m/s) and ``yaw_error`` (rad/s, means since the first second), ``distance`` (m), ``difficulty``, each ``[N, 1]`` |
+    | ``metrics`` | | ``success`` (reached the end with mean errors of at most 0.2 m/s and 0.2 rad/s), ``fallen``, ``diverged``, ``velocity_error`` (m/s) and ``yaw_error`` (rad/s, means since the first second), ``distance`` (m), ``difficulty``, each ``[N, 1]`` |
 
     ``mirrors`` maps each of these keys and ``action`` to its left-right mirror (``SignedPermutation``).
 
@@ -321,7 +323,8 @@ class Quadruped(QuadrupedObservations):
         rows = self._rows
         rows.terminated[:] = failed
         rows.truncated[:] = rows.steps >= self.max_steps
-        rows.success[:] = rows.truncated & ~failed
+        follows = (rows.velocity_error <= _FOLLOWING) & (rows.yaw_error <= _FOLLOWING)
+        rows.success[:] = rows.truncated & ~failed & follows
 
     def _count(self, k: SimpleNamespace, fallen: np.ndarray, diverged: np.ndarray) -> None:
         rows = self._rows
