@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torchrl.checkpoint import Checkpoint, GlobalRNGState
+from torchrl.checkpoint import Checkpoint, CheckpointError, GlobalRNGState
+from torchrl.envs import EnvBase
 
 from edenrl import distributed
 from edenrl._files import disk_space
@@ -20,6 +21,7 @@ from edenrl.optim import GradientStep
 from edenrl.training.checkpoint import Checkpoints, has_checkpoint
 from edenrl.training.lock import DirectoryLock
 from edenrl.training.loggers import RunLogger
+from edenrl.training.observations import changed_observations, describe_observations
 from edenrl.training.progress import Progress
 from edenrl.training.reports import save_error
 
@@ -158,13 +160,23 @@ class RunFolder:
                 f"belong to their process. Resume it with {how}."
             )
 
-    def restore(self) -> bool:
-        """Loads the newest checkpoint of a resumed run; returns whether there was one."""
+    def restore(self, env: EnvBase | None) -> bool:
+        """Loads the newest intact checkpoint of a resumed run; returns whether there was one.
+
+        Args:
+            env: the environment of the run, to name in an error about widths the observation group that changed.
+        """
         if self._leads:
             self.checkpoints.sweep()
         resumed: bool = distributed.from_first(self.cfg.resume is not None and has_checkpoint(self.dir))
         if resumed:
-            self.checkpoints.load()
+            try:
+                self.checkpoints.load()
+            except CheckpointError as error:
+                if env is None:
+                    raise
+                changed = changed_observations(self.dir, describe_observations(env))
+                raise CheckpointError(f"{error}{changed}") from error
         return resumed
 
     def open_outputs(self, iteration: int, done: int, total: int, unit: str) -> None:

@@ -33,10 +33,10 @@ def run_banner(run: Run) -> str:
     rows["environments"] = f"{env.num_envs:,}" if processes == 1 else f"{env.num_envs:,} in each of {processes}"
     rows["networks"] = _networks(run.components)
     rows[run.unit] = f"{total:,} in {run.iterations:,} iterations of {run.frames_per_iteration:,}"
-    if run.evaluates:
-        interval = run.evaluation_interval
+    if run.evaluations.measures:
+        interval = run.evaluations.interval
         rows["evaluation"] = "every iteration" if interval == 1 else f"every {interval:,} iterations and at the end"
-        if run.evaluation_budget is not None:
+        if run.evaluations.budget is not None:
             rows["evaluation"] += ", less often where that takes over a tenth of the time"
     rows["run directory"] = run.dir
     return format_table(rows, run.algorithm)
@@ -61,7 +61,7 @@ def run_table(run: Run) -> dict[str, Any]:
     rows: dict[str, Any] = {
         run.unit: f"{done:,} of {total:,}",
         "wall time": f"{run.seconds:.0f} s ({run.folder.rate:,.0f} {run.unit}/s)",
-        **_evaluation_rows(run.evaluation),
+        **_evaluation_rows(run.evaluations.latest),
         "best checkpoint": checkpoints.best() or checkpoints.latest() or "none yet",
     }
     if run.exported:

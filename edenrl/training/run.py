@@ -10,27 +10,25 @@ from typing import Any
 
 from tensordict import TensorDictBase
 from torch import Tensor, nn
-from torchrl.checkpoint import CheckpointError
 from torchrl.envs import EnvBase, TransformedEnv
 
 from edenrl import distributed
 from edenrl._files import DiskFullError, disk_space
 from edenrl.config import RunConfig
-from edenrl.config.base import closest
 from edenrl.envs import action_box, process_seed, wrap_env
 from edenrl.optim import GradientStep
 from edenrl.training.checkpoint import has_checkpoint, load_weights
 from edenrl.training.environment import build_env, collector_options, evaluate_run
-from edenrl.training.evaluation import EvaluationBudget, announced_metrics, may_report_more
 from edenrl.training.exporting import export_run, require_export
 from edenrl.training.folder import RunFolder, run_directory
 from edenrl.training.metrics import IterationMetrics
-from edenrl.training.observations import changed_observations, describe_observations, save_observations
+from edenrl.training.observations import describe_observations, save_observations
 from edenrl.training.optimization import Trained, build_gradient_step
 from edenrl.training.progress import format_table, print_line
 from edenrl.training.reports import run_banner, run_table
+from edenrl.training.run_evaluations import RunEvaluations
 from edenrl.training.startup import setup
-from edenrl.training.stopping import StopRequest
+from edenrl.training.stopping import StopRequest, has_lost_workers, shut_down
 
 __all__ = ["Run"]
 
@@ -66,8 +64,7 @@ class Run:
         dir: the run directory, once the run has begun.
         leads: whether this process is the one that writes, prints and evaluates.
         iteration: iterations that are done.
-        evaluation_budget: what bounds the time of evaluations, unless the configuration sets their interval or the
-            caller measures something else.
+        evaluations: what is evaluated, and when.
 
     Raises:
         ValueError: for a device that cannot be used, or what ``cfg.resume`` cannot change.
@@ -101,20 +98,16 @@ class Run:
     ) -> None:
         self.cfg: Any = cfg  # a script's configuration has an ``algorithm``, which RunConfig does not declare
         self.algorithm = cfg.algorithm_name if algorithm is None else algorithm
-        self._evaluate = evaluate
-        self._extra_evaluation: Callable[[], dict[str, float]] | None = None
-        self._extra_names: tuple[str, ...] = ()
+        self.evaluations = RunEvaluations(cfg, evaluate)
         self._asked = iterations, frames_per_iteration
         self.unit = "frames"
         self.iteration, self.elapsed = 0, 0.0
-        self.evaluation: dict[str, float] = {}
         self._env: EnvBase | None = None
         self._components: dict[str, Any] = {}
         self._restarts: list[Callable[[int], None]] = []
         self._batches: dict[int, Iterator[TensorDictBase]] = {}
         self._metrics = IterationMetrics()
         self.exported: Mapping[str, Path] = {}
-        self.evaluation_budget: EvaluationBudget | None = None
         self._begun = self._ending = False
 
     def __enter__(self) -> Run:
@@ -131,20 +124,15 @@ class Run:
         self.frames_per_iteration = (cfg.frames_per_rollout if frames is None else frames) * processes
         cfg.warn(self.device.type, self.iterations)
         self.interval = cfg.checkpoint.interval_iterations or max(self.iterations // 10, 1)
-        self.evaluation_interval = cfg.evaluation.interval_iterations or self.interval
+        self.evaluations.interval = cfg.evaluation.interval_iterations or self.interval
         return self
 
     def env(self) -> EnvBase:
         """The environment of ``cfg.env`` as its simulator made it: networks are built from its exact specs."""
-        cfg = self.cfg
-        env = build_env(cfg, self.device)
+        env = build_env(self.cfg, self.device)
         self._env = env
         self._metrics.box = action_box(env)
-        if self._evaluate is None:
-            self._evaluate = self._evaluate_policy
-            if cfg.evaluation.interval_iterations is None:
-                frames = self.frames_per_iteration // distributed.world_size()
-                self.evaluation_budget = EvaluationBudget(cfg.evaluation.num_episodes, frames, cfg.env.num_envs)
+        self.evaluations.play(env, self.frames_per_iteration, self._evaluate_policy)
         return env
 
     def training_env(self, env: EnvBase) -> TransformedEnv:
@@ -221,16 +209,11 @@ class Run:
             names: the names, for ``cfg.evaluation.metric`` to be checked before the run begins; without them it is
                 checked at the first evaluation.
         """
-        self._extra_evaluation, self._extra_names = measure, names
+        self.evaluations.add(measure, *names)
 
     def count_updates(self) -> None:
         """Gives the budget in updates and not in frames, for environments that schedule their rollouts themselves."""
         self.unit, self.frames_per_iteration = "updates", 1
-
-    @property
-    def evaluates(self) -> bool:
-        """Whether there is something to evaluate."""
-        return self._evaluate is not None
 
     @property
     def components(self) -> Mapping[str, Any]:
@@ -271,7 +254,7 @@ class Run:
         self.folder = RunFolder(cfg, self.algorithm, self.dir, self._components, {"run": self})
         self.folder.acquire()
         try:
-            resumed = self._restore()
+            resumed = self.folder.restore(self._env)
             self._saved = self.iteration
             self._began = time.monotonic()
             distributed.broadcast_modules([c for c in self._components.values() if isinstance(c, nn.Module)])
@@ -290,16 +273,6 @@ class Run:
             self.folder.close("failed", error, self._where())
             raise
         self._begun = True
-
-    def _restore(self) -> bool:
-        """Continues from the newest checkpoint; an error about widths names the observation group that changed."""
-        try:
-            return self.folder.restore()
-        except CheckpointError as error:
-            if self._env is None:
-                raise
-            changed = changed_observations(self.dir, describe_observations(self._env))
-            raise CheckpointError(f"{error}{changed}") from error
 
     def __iter__(self) -> Iterator[int]:
         self.begin()
@@ -348,91 +321,62 @@ class Run:
             raise ValueError(
                 f"This script collects in one process, not with {cfg.collector!r}. Set --collector single."
             )
-        if self._evaluate == self._evaluate_policy and "policy" not in self._components:
+        if self.evaluations.plays and "policy" not in self._components:
             raise ValueError(
                 f"This run evaluates its component 'policy' in the environment; it keeps {sorted(self._components)}. "
                 "Name the policy with keep(policy=...), or give Run(evaluate=...)."
             )
         if cfg.export:
             require_export(self._components)
-        if self._metric_is_unknown() and self._reports_only_what_it_announces():
-            metric = cfg.evaluation.metric
-            names = ", ".join(name for _, name in closest(metric, self._announced_metrics()))
-            raise ValueError(
-                f"evaluation.metric is {metric!r}; an evaluation of {cfg.env.name} measures {names} (the closest name "
-                "comes first)."
-            )
-
-    def _metric_is_unknown(self) -> bool:
-        return self.evaluates and self.cfg.evaluation.metric not in self._announced_metrics()
-
-    def _announced_metrics(self) -> list[str]:
-        return [*announced_metrics(self._env), *self._extra_names]
-
-    def _reports_only_what_it_announces(self) -> bool:
-        """Whether the specs tell all that an evaluation will measure."""
-        own = self._evaluate != self._evaluate_policy
-        unnamed = self._extra_evaluation is not None and not self._extra_names
-        return not (own or unnamed or self._env is None or may_report_more(self._env) or self.cfg.evaluation.kwargs)
+        self.evaluations.refuse_unknown_metric()
 
     def _say_where_it_starts(self, resumed: bool) -> None:
         if resumed:
             self.folder.say(f"Resumed {self.dir} at iteration {self.iteration} of {self.iterations}.")
         elif self.cfg.resume is not None:
             self.folder.say(f"{self.dir} has no checkpoint yet: starting from the beginning with its config.json.")
-        if self._metric_is_unknown():
+        if self.evaluations.metric_is_unknown:
             name = self.cfg.evaluation.metric
             self.folder.say(f"Whether evaluations measure evaluation.metric {name!r} is seen at the first one.")
 
     def state_dict(self) -> dict[str, Any]:
         """Counters (the checkpoint's "run" component)."""
-        state = {"iteration": self.iteration, "elapsed": self.seconds}
-        return state if self.evaluation_budget is None else {**state, "evaluation": self.evaluation_budget.state_dict()}
+        return {"iteration": self.iteration, "elapsed": self.seconds, **self.evaluations.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores the counters."""
         self.iteration, self.elapsed = state["iteration"], state["elapsed"]
-        if self.evaluation_budget is not None and "evaluation" in state:
-            self.evaluation_budget.load_state_dict(state["evaluation"])
+        self.evaluations.load_state_dict(state)
 
     def _finish_iteration(self) -> None:
         row = self._metrics.row()
         self.iteration += 1
         last = self.iteration == self.iterations
-        evaluated = self._evaluate is not None and (last or self._evaluation_is_due())
+        evaluated = self.evaluations.is_due(self.iteration, last)
         due = last or evaluated or self.iteration % self.interval == 0
         frames = self.iteration * self.frames_per_iteration
-        if evaluated and self._evaluate is not None and self.leads:
+        if evaluated and self.leads:
             try:
-                self.evaluation = self._evaluate()
-                if self._extra_evaluation is not None:
-                    self.evaluation |= self._extra_evaluation()
+                row |= {f"eval/{name}": value for name, value in self.evaluations.run().items()}
             except Exception:
                 self._write(row)  # the iteration itself is done
                 raise
-            row |= {f"eval/{name}": value for name, value in self.evaluation.items()}
         self._stop.check_launcher()
         # One exchange for the metrics and for the decision to stop, which all processes must take together.
         everyone = distributed.exchange((row, self._stop.reason))
         self._ending = any(reason is not None for _, reason in everyone)
         row = distributed.average_rows([row for row, _ in everyone])
-        if self.evaluation_budget is not None:
-            self.evaluation_budget.observe(self.iteration, row)
+        self.evaluations.observe(self.iteration, row)
         # The row is written before the checkpoint: a crash between the two is mended by dropping rows on resume.
         self._write(row)
         if due or self._ending:
-            self.folder.save(self.iteration, frames, self.evaluation if evaluated else None)
+            self.folder.save(self.iteration, frames, self.evaluations.latest if evaluated else None)
             self._saved = self.iteration
         self.folder.show(frames, row)
 
     def _write(self, row: Mapping[str, float]) -> None:
         frames = self.iteration * self.frames_per_iteration
         self.folder.write(self.iteration - 1, {"frames": frames, "seconds": round(self.seconds, 2), **row})
-
-    def _evaluation_is_due(self) -> bool:
-        if self.iteration % self.evaluation_interval:
-            return False
-        return self.evaluation_budget is None or self.evaluation_budget.affords(self.iteration)
 
     def _evaluate_policy(self) -> dict[str, float]:
         return evaluate_run(self.cfg, self._components["policy"], self.device)
@@ -444,7 +388,7 @@ class Run:
             if isinstance(error, Exception):
                 self._rescue(error)
             self._close(error)
-        self._shut_collectors_down(error)
+        shut_down(self._components, error)
         if not self._begun or error is not None:
             return
         if self.leads and not self.cfg.quiet:
@@ -459,9 +403,7 @@ class Run:
         # The other processes do not take part: each of them may be anywhere in its iteration.
         if isinstance(error, DiskFullError) or distributed.world_size() > 1 or self.iteration == self._saved:
             return
-        workers = [worker for component in self._components.values() for worker in getattr(component, "procs", ())]
-        # The dead give no state. A closed worker was ended by TorchRL, and cannot be asked whether it lives.
-        if not any(worker._closed or not worker.is_alive() for worker in workers):
+        if not has_lost_workers(self._components):
             self.folder.rescue(self.iteration, self.iteration * self.frames_per_iteration)
 
     def _close(self, error: BaseException | None) -> None:
@@ -478,16 +420,6 @@ class Run:
         finally:
             state = "complete" if complete and error is None else "interrupted"
             self.folder.close(state if error is None else "failed", error, self._where())
-
-    def _shut_collectors_down(self, error: BaseException | None) -> None:
-        for component in self._components.values():
-            if not hasattr(component, "shutdown"):
-                continue
-            try:
-                component.shutdown()
-            except Exception:
-                if error is None:  # of two errors the first is the one to report
-                    raise
 
     @property
     def seconds(self) -> float:

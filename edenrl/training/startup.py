@@ -28,7 +28,6 @@ def setup(cfg: RunConfig) -> torch.device:
 
     Examples:
         >>> from edenrl.config import RunConfig
-    from edenrl.envs import process_seed
         >>> setup(RunConfig(device="cpu"))
         device(type='cpu')
     """

@@ -1,4 +1,4 @@
-"""Requests to stop a run: Ctrl-C, SIGTERM, a closed terminal, and a launcher that is gone."""
+"""The end of a run: Ctrl-C, SIGTERM, a closed terminal, a launcher that is gone; and of the processes it started."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any
 
 from edenrl import distributed
 
-__all__ = ["StopRequest"]
+__all__ = ["StopRequest", "has_lost_workers", "shut_down"]
 
 # A terminal sends Ctrl-C to every process, and torchrun then passes it on once more: within this many seconds both are
 # one press of the keys.
@@ -73,3 +73,27 @@ class StopRequest:
             raise KeyboardInterrupt
         self.reason, self._asked = signal.Signals(number).name, time.monotonic()
         self._say("Stopping after this iteration; once more to stop at once.")
+
+
+def has_lost_workers(components: Mapping[str, Any]) -> bool:
+    """Whether a process of a collector among the components is gone: it could not be asked for its state."""
+    workers = [worker for component in components.values() for worker in getattr(component, "procs", ())]
+    # TorchRL closes the ones that it ends, and those cannot be asked whether they live.
+    return any(worker._closed or not worker.is_alive() for worker in workers)
+
+
+def shut_down(components: Mapping[str, Any], error: BaseException | None) -> None:
+    """Shuts the collectors among the components down.
+
+    Args:
+        components: the parts of a run.
+        error: what ended the run. Of two errors it is the one to report.
+    """
+    for component in components.values():
+        if not hasattr(component, "shutdown"):
+            continue
+        try:
+            component.shutdown()
+        except Exception:
+            if error is None:
+                raise

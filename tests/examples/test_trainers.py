@@ -219,7 +219,7 @@ def test_a_poisonous_reward_stops_the_run_with_the_last_checkpoint_intact(name, 
     message = script.refused(capsys, *script.flags, *flags)
     key = ("next", entry) if isinstance(entry, str) else ("next", *entry)
     assert re.search(rf"{re.escape(str(key))} holds (nan|1e\+30) at env 3, step 1 ", message)
-    assert f"(iteration 1; the full traceback is in {run_dir / 'error.txt'})" in message
+    assert f"(iteration 1; the full traceback is in {run_dir / 'error.txt'}; continue with " in message
     weights = script.policy(run_dir).state_dict().values()
     assert all(value.isfinite().all() for value in weights if value.is_floating_point())
     assert json.loads((run_dir / "progress.json").read_text())["state"] == "failed"

@@ -1,12 +1,18 @@
 import contextlib
+import errno
+import json
+import math
 import os
+import re
 import signal
 
 import pytest
 import torch
 
 from edenrl.config import RunConfig
-from edenrl.training import Run, load_policy_weights, read_metrics, run_script, setup
+from edenrl.training import Run, folder, load_policy_weights, read_metrics, run_script, setup
+from edenrl.training.checkpoint_files import StateDictFile
+from edenrl.training.loggers import MetricsTable
 
 
 def test_setup_seeds_everything_and_names_a_device_that_is_not_there():
@@ -122,7 +128,8 @@ def test_a_foreseen_error_is_one_message_and_its_traceback_a_file(tmp_path, caps
         run_script(main)
     message = capsys.readouterr().err
     assert stopped.value.code == 1
-    assert message == f"error: the cause\n(iteration 2; the full traceback is in {tmp_path / 'error.txt'})\n"
+    told = f"error: the cause\n(iteration 2; the full traceback is in {tmp_path / 'error.txt'}; continue with python "
+    assert message.startswith(told) and message.endswith(f"--resume {tmp_path})\n")
     report = (tmp_path / "error.txt").read_text()
     assert report.startswith("Iteration 2 of 3\nTraceback") and 'raise ValueError("the cause")' in report
 
@@ -338,3 +345,134 @@ def test_the_second_interruption_names_the_run_to_continue(tmp_path, capsys):
     with pytest.raises(SystemExit) as stopped:
         run_script(main)
     assert stopped.value.code == 130 and f"--resume {tmp_path / 'run'}" in capsys.readouterr().err
+
+
+def parabola(path, *, fail_at=None, error=None, resume=False, poison=False, iterations=10, **options):
+    """A run that minimizes a parabola and saves every third iteration; returns the iterations that it did."""
+    torch.manual_seed(0)
+    net, seen = torch.nn.Linear(2, 1), []
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
+    where = {"resume": str(path)} if resume else {"run_dir": str(path)}
+    cfg = RunConfig(**where, quiet=True, checkpoint={"interval_iterations": 3})
+    with Run(cfg, "Parabola", iterations=iterations, frames_per_iteration=1, **options) as run:
+        run.keep(policy=net, optimizer=optimizer)
+        for iteration in run:
+            seen.append(iteration)
+            optimizer.zero_grad()
+            net(torch.ones(2)).square().sum().backward()
+            optimizer.step()
+            if iteration == fail_at:
+                if poison:
+                    net.weight.data[0, 1] = torch.nan
+                raise error
+            run.log({"iteration done": iteration})
+    return seen
+
+
+def saved_steps(path):
+    return sorted(int(folder.name[-4:]) for folder in (path / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize("error", [ValueError("bad data"), RuntimeError("a bug"), OSError(5, "the drive is gone")])
+@pytest.mark.parametrize(("fail_at", "kept"), [(5, [3, 5]), (7, [6, 7]), (1, [1])])
+def test_an_error_saves_what_was_trained_since_the_last_checkpoint(tmp_path, error, fail_at, kept):
+    path = tmp_path / "run"
+    with pytest.raises(type(error), match=re.escape(str(error))):
+        parabola(path, fail_at=fail_at, error=error)
+    assert saved_steps(path) == kept
+    assert json.loads((path / "progress.json").read_text())["state"] == "failed"
+    assert parabola(path, resume=True) == list(range(fail_at, 10))
+    assert [row["iteration"] for row in read_metrics(path / "metrics.csv")] == list(range(10))
+
+
+@pytest.mark.parametrize("fail_at", [0, 3, 6])
+def test_an_error_right_after_a_checkpoint_saves_nothing_more(tmp_path, fail_at):
+    path = tmp_path / "run"
+    with pytest.raises(ValueError, match="now"):
+        parabola(path, fail_at=fail_at, error=ValueError("now"))
+    assert not fail_at or saved_steps(path)[-1] == fail_at
+    assert fail_at or not (path / "checkpoints").exists()
+
+
+def test_parameters_that_are_not_finite_are_not_saved_by_an_error(tmp_path):
+    path = tmp_path / "run"
+    with pytest.raises(ValueError, match="diverged"):
+        parabola(path, fail_at=4, error=ValueError("diverged"), poison=True)
+    assert saved_steps(path) == [3]
+
+
+class Simulator:
+    """A component that is no network; its state may be NaN."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def state_dict(self):
+        return {"nested": [{"q": torch.tensor([self.value, 1.0])}]}
+
+    def load_state_dict(self, state):
+        pass
+
+
+@pytest.mark.parametrize(("value", "saved"), [(math.nan, False), (math.inf, True), (2.0, True)])
+def test_a_simulation_that_diverged_is_not_saved_by_an_error(tmp_path, capsys, value, saved):
+    cfg = RunConfig(run_dir=str(tmp_path / "run"), checkpoint={"interval_iterations": 50})
+    with pytest.raises(ValueError, match="stop"), Run(cfg, "X", iterations=100, frames_per_iteration=1) as run:
+        run.keep(simulator=Simulator(value))
+        for iteration in run:
+            if iteration == 2:
+                raise ValueError("stop")
+    told = capsys.readouterr().out
+    assert ("Saved the state after iteration 2" in told) == saved
+    assert ("are not saved: the state of 'simulator' holds NaN" in told) != saved
+
+
+def test_ctrl_c_twice_saves_nothing(tmp_path):
+    path = tmp_path / "run"
+    with pytest.raises(KeyboardInterrupt):
+        parabola(path, fail_at=4, error=KeyboardInterrupt())
+    assert saved_steps(path) == [3]
+
+
+@pytest.mark.parametrize("iteration", [2, 5])
+def test_an_evaluation_that_fails_loses_no_iteration(tmp_path, iteration):
+    path, count = tmp_path / "run", iter(range(100))
+
+    def measure():
+        if next(count) == iteration // 3:
+            raise ValueError("the evaluation failed")
+        return {"return_mean": 0.0}
+
+    with pytest.raises(ValueError, match="the evaluation failed"):
+        parabola(path, evaluate=measure)
+    assert saved_steps(path)[-1] == iteration + 1
+    assert parabola(path, resume=True, evaluate=lambda: {"return_mean": 1.0}) == list(range(iteration + 1, 10))
+    assert [row["iteration"] for row in read_metrics(path / "metrics.csv")] == list(range(10))
+
+
+@pytest.mark.parametrize("where", ["save", "write", "config"])
+def test_a_full_disk_ends_the_run_with_one_message_and_the_run_continues(tmp_path, capsys, monkeypatch, where):
+    path, no_space = tmp_path / "run", OSError(errno.ENOSPC, "No space left on device")
+    calls, after = iter(range(100)), {"save": 1, "write": 4, "config": 0}[where]
+    target = {"save": (StateDictFile, "save"), "write": (MetricsTable, "write"), "config": (folder, "save_config")}[
+        where
+    ]
+    real = getattr(*target)
+
+    def full(*args, **kwargs):
+        if next(calls) >= after:
+            raise no_space
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(*target, full)
+    with pytest.raises(SystemExit) as stopped:
+        run_script(lambda: parabola(path))
+    message = capsys.readouterr().err
+    what = {"save": "the checkpoint", "write": "metrics.csv", "config": "config.json"}[where]
+    assert stopped.value.code == 1 and message.startswith(f"error: The disk of {path}") and what in message
+    assert " are free. " in message and "Traceback" not in message
+    monkeypatch.undo()
+    if where != "config":
+        assert json.loads((path / "progress.json").read_text())["state"] == "failed"
+    assert parabola(path, resume=where != "config")[-1] == 9
+    assert [row["iteration"] for row in read_metrics(path / "metrics.csv")] == list(range(10))
