@@ -30,7 +30,9 @@ _FREE_ON_RESTART = tuple(
 )
 
 
-def refuse_changes(saved: RunConfig, given: RunConfig, source: str) -> None:
+def refuse_changes(
+    saved: RunConfig, given: RunConfig, source: str, *, edited: bool = False, restart: bool = False
+) -> None:
     """Raises for settings of a resumed run that its restored state would overrule, or that would break it.
 
     Length, output, device, logger, checkpoints and evaluation may change; with ``resume_schedule="restart"`` also the
@@ -40,11 +42,13 @@ def refuse_changes(saved: RunConfig, given: RunConfig, source: str) -> None:
         saved: the configuration of the run that is continued.
         given: the configuration it is to be continued with.
         source: path of the saved configuration, for the message.
+        edited: ``given`` is what now stands in ``source``, and ``saved`` is what the checkpoint was trained with.
+        restart: the schedule begins anew, even if ``given`` does not say so.
 
     Raises:
         ValueError: naming every changed setting with its old and its new value.
     """
-    restart = given.resume_schedule == "restart"
+    restart = restart or given.resume_schedule == "restart"
     free = {*_FREE, "resume_schedule", *(_FREE_ON_RESTART if restart else ())}
     changed = [
         (name, was, now)
@@ -55,8 +59,11 @@ def refuse_changes(saved: RunConfig, given: RunConfig, source: str) -> None:
         return
     settings = ", ".join(f"{name} (was {was!r}, now {now!r})" for name, was, now in changed)
     schedule = not restart and any(name in _FREE_ON_RESTART for name, _, _ in changed)
+    what, remedy = f"A resumed run cannot change {settings}.", "Leave them out"
+    if edited:
+        what, remedy = f"{source} was edited. {what}", "Put the old values back"
     raise ValueError(
-        f"A resumed run cannot change {settings}. Leave them out, or start a new run with --config {source}"
+        f"{what} {remedy}, or start a new run with --config {source}"
         f"{'; --resume_schedule restart lets the learning rate and its schedule change' if schedule else ''}."
     )
 

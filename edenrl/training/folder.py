@@ -122,8 +122,11 @@ class RunFolder:
         rate: float = self._progress.rate
         return rate
 
-    def acquire(self) -> None:
+    def acquire(self, iterations: int) -> None:
         """Creates the directory and keeps other processes out; refuses what cannot be resumed.
+
+        Args:
+            iterations: iterations of the whole run.
 
         Raises:
             FileExistsError: for a new run in a directory that holds one.
@@ -140,19 +143,30 @@ class RunFolder:
         # Until the first process holds the directory it may be another run's, in which nobody leaves a report.
         distributed.from_first(None)
         try:
-            self._refuse_resume()
+            self._refuse_resume(iterations)
         except BaseException:  # no fault of the run: no report in its directory
             self._lock.release()
             raise
 
-    def _refuse_resume(self) -> None:
+    def _refuse_resume(self, iterations: int) -> None:
         if self.cfg.resume is None:
             return
         config, path = self.dir / "config.json", self.checkpoints.latest()
+        metadata = {} if path is None else Checkpoint.manifest(path)["metadata"]
+        restart = self.cfg.resume_schedule == "restart"
         if config.exists():
-            refuse_changes(load_config(type(self.cfg), config), self.cfg, str(config))
+            written = load_config(type(self.cfg), config)
+            refuse_changes(written, self.cfg, str(config))
+            if "config" in metadata:
+                trained = type(self.cfg).model_validate(metadata["config"])
+                refuse_changes(trained, written, str(config), edited=True, restart=restart)
+        if (done := metadata.get("step", 0)) > iterations:
+            raise ValueError(
+                f"{self.dir} has done {done} iterations ({metadata['frames']:,} steps) and is asked for {iterations}. "
+                "To train it further, ask for more (--total_frames)."
+            )
         present = distributed.world_size()
-        saved = present if path is None else Checkpoint.manifest(path)["metadata"].get("processes", 1)
+        saved = present if path is None else metadata.get("processes", 1)
         if saved != present:
             how = f"torchrun --nproc_per_node {saved}" if saved > 1 else "python, without torchrun"
             raise ValueError(
@@ -208,6 +222,11 @@ class RunFolder:
         )
         path = self.dir / "progress.json"
         self._progress = Progress(path, total, done, quiet=cfg.quiet, shown=_SHOWN, unit=unit)
+        if gap := iteration - self._logger.table.rows:
+            self.say(
+                f"{self._logger.table.path} lacks {gap} of the {iteration} rows so far: curves will have a gap there. "
+                "The training itself is not affected."
+            )
 
     def say(self, text: str) -> None:
         """Prints one line, unless the run is quiet."""
@@ -251,7 +270,8 @@ class RunFolder:
         name = self.cfg.evaluation.metric
         score = math.nan if evaluation is None else evaluation.get(name, math.nan)
         metric = {} if math.isnan(score) else {name: score}
-        self.checkpoints.save(iteration, frames=frames, processes=distributed.world_size(), **metric)
+        config = self.cfg.model_dump(mode="json")
+        self.checkpoints.save(iteration, frames=frames, processes=distributed.world_size(), config=config, **metric)
         # Only now: a mistyped name must not cost the iterations up to here.
         if evaluation is not None and name not in evaluation:
             raise ValueError(

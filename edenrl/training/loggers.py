@@ -60,6 +60,9 @@ class MetricsTable:
         path: the file; continued when it exists.
         first: rows of this iteration and later are dropped (a resumed run writes them again).
 
+    Attributes:
+        rows: rows that the file held when it was opened.
+
     Examples:
         >>> import tempfile
         >>> path = Path(tempfile.mkdtemp()) / "metrics.csv"
@@ -74,10 +77,12 @@ class MetricsTable:
         self.path = path
         self.columns: list[str] = []
         self._file: Any = None
+        self.rows = 0
         if path.exists():
             # From the header: a column may be empty in every row that is kept.
             self.columns = _header(path)
-            if not self._rewrite(first):
+            self.rows = self._rewrite(first)
+            if not self.rows:
                 self.close()
                 self.columns = []
                 path.unlink()

@@ -252,7 +252,7 @@ class Run:
         self._check_components()
         self.dir = run_directory(cfg, self.algorithm)
         self.folder = RunFolder(cfg, self.algorithm, self.dir, self._components, {"run": self})
-        self.folder.acquire()
+        self.folder.acquire(self.iterations)
         try:
             resumed = self.folder.restore(self._env)
             self._saved = self.iteration
@@ -331,8 +331,10 @@ class Run:
         self.evaluations.refuse_unknown_metric()
 
     def _say_where_it_starts(self, resumed: bool) -> None:
-        if resumed:
+        if resumed and self.remaining:
             self.folder.say(f"Resumed {self.dir} at iteration {self.iteration} of {self.iterations}.")
+        elif resumed:
+            self.folder.say(f"{self.dir} is complete. To train it further, ask for more {self.unit} (--total_frames).")
         elif self.cfg.resume is not None:
             self.folder.say(f"{self.dir} has no checkpoint yet: starting from the beginning with its config.json.")
         if self.evaluations.metric_is_unknown:

@@ -117,7 +117,7 @@ def test_a_restarted_schedule_spans_what_is_left(script, tmp_path):
 def test_a_finished_run_resumes_to_nothing(script, finished, tmp_path, capsys):
     shutil.copytree(finished, tmp_path / "run")
     script.train(tmp_path / "run", 6, "--quiet=false", resume=True)
-    assert rows(tmp_path / "run") == rows(finished) and "Resumed" in capsys.readouterr().out
+    assert rows(tmp_path / "run") == rows(finished) and "is complete" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """What is said of a run that does not fit: the observation group that grew, or the library that the file is from."""
 
+import functools
 import json
 
 import pytest
@@ -50,17 +51,20 @@ def config(folder, **kwargs):
     return RunConfig(run_dir=str(folder), env=env, quiet=True, evaluation={"num_episodes": 2})
 
 
+def grow(**kwargs):
+    """Changes the environment in its own code, not by arguments of the run."""
+    register_env("Grown", functools.partial(Grown, **kwargs), override=True)
+
+
 def score():
     return {"return_mean": 1.0}
 
 
 def trained(folder, resume=False, **kwargs):
-    cfg = config(folder, **kwargs)
+    grow(**kwargs)
+    cfg = config(folder)
     if resume:
         cfg = cfg.model_copy(update={"resume": str(folder)})
-        saved = json.loads((folder / "config.json").read_text())
-        saved["env"]["kwargs"] = kwargs  # the environment has grown in its own code, not by its arguments
-        (folder / "config.json").write_text(json.dumps(saved))
     with Run(cfg, "Some", iterations=2 if resume else 1, frames_per_iteration=1, evaluate=score) as run:
         env = run.env()
         policy = make_actor(observation_groups(env.observation_spec), env.action_spec_unbatched, hidden=(4,))
@@ -81,6 +85,7 @@ def trained(folder, resume=False, **kwargs):
 )
 def test_the_group_and_the_term_that_changed_are_named(tmp_path, before, after, expected):
     trained(tmp_path / "run", **before)
+    grow(**after)
     env = Grown(2, **after)
     policy = gaussian_actor(observation_groups(env.observation_spec), 2, hidden=(4,))
     message = rf"policy\..* is shape .*The environment has changed since the run: the group 'observation' .*{expected}"

@@ -476,3 +476,65 @@ def test_a_full_disk_ends_the_run_with_one_message_and_the_run_continues(tmp_pat
         assert json.loads((path / "progress.json").read_text())["state"] == "failed"
     assert parabola(path, resume=where != "config")[-1] == 9
     assert [row["iteration"] for row in read_metrics(path / "metrics.csv")] == list(range(10))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"env": {"num_envs": 7}}, r"env.num_envs \(was 256, now 7\)"),
+        ({"seed": 5, "env": {"reward_scale": 0.5}}, r"seed \(was 1, now 5\).*env.reward_scale \(was 1.0, now 0.5\)"),
+    ],
+)
+def test_settings_that_were_edited_in_the_file_of_a_run_are_refused(tmp_path, changes, message):
+    path = tmp_path / "run"
+    parabola(path, iterations=3)
+    config = path / "config.json"
+    before = config.read_text()
+    edited = json.loads(before)
+    for name, value in changes.items():
+        edited[name] = {**edited[name], **value} if isinstance(value, dict) else value
+    config.write_text(json.dumps(edited))
+    with pytest.raises(ValueError, match=message) as refused:
+        resumed(path)
+    assert str(config) in str(refused.value) and "was edited" in str(refused.value)
+    assert "Put the old values back" in str(refused.value)
+    config.write_text(before)
+    assert resumed(path) == list(range(3, 10))
+
+
+def resumed(path):
+    """Continues a run with what its file says now."""
+    saved = json.loads((path / "config.json").read_text())
+    cfg = RunConfig(**{**saved, "resume": str(path)})
+    seen = []
+    with Run(cfg, "Parabola", iterations=10, frames_per_iteration=1) as run:
+        net = run.keep(policy=torch.nn.Linear(2, 1))
+        run.keep(optimizer=torch.optim.Adam(net.parameters()))
+        seen.extend(run)
+    return seen
+
+
+@pytest.mark.parametrize(("done", "asked"), [(5, 4), (9, 1)])
+def test_a_run_that_has_done_more_than_is_asked_for_is_refused(tmp_path, done, asked):
+    path = tmp_path / "run"
+    parabola(path, iterations=done)
+    before = sorted(path.rglob("*"))
+    with pytest.raises(ValueError, match=rf"has done {done} iterations \({done} steps\) and is asked for {asked}\."):
+        parabola(path, iterations=asked, resume=True)
+    assert sorted(path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("lost", [[2], [0, 1, 4]])
+def test_a_gap_in_the_metrics_is_said_and_a_complete_run_is_called_so(tmp_path, capsys, lost):
+    path = tmp_path / "run"
+    parabola(path, iterations=6)
+    lines = (path / "metrics.csv").read_text().splitlines(keepends=True)
+    (path / "metrics.csv").write_text("".join(lines[:1] + [line for i, line in enumerate(lines[1:]) if i not in lost]))
+    cfg = RunConfig(resume=str(path), checkpoint={"interval_iterations": 3})
+    for iterations, told in ((8, f"metrics.csv lacks {len(lost)} of the 6 rows so far"), (8, f"{path} is complete.")):
+        with Run(cfg, "Parabola", iterations=iterations, frames_per_iteration=1) as run:
+            net = run.keep(policy=torch.nn.Linear(2, 1))
+            run.keep(optimizer=torch.optim.Adam(net.parameters()))
+            for _ in run:
+                pass
+        assert told in capsys.readouterr().out
