@@ -69,15 +69,16 @@ def print_help(
     """
     shown, note = _help_class(cls, tokens, presets, profiles)
     parser.description = f"{parser.description}{note}"
-    parser.epilog = "Dashes and underscores are the same in flags."
+    notes = "Dashes and underscores are the same in flags."
     if presets:
-        parser.epilog += f" Presets (edenrl/config/presets.py): {', '.join(presets)}."
+        notes += f" Presets (edenrl/config/presets.py): {', '.join(presets)}."
+    if kind == "all":
+        short = ", ".join(f"{flag} for {full}" for flag, full in flags_of(cls).items() if flag != full)
+        notes += f" Short names: {short}."
+        add_flags(shown, parser)
+    parser.epilog = notes
     if kind == "common":
         parser = _common_parser(parser, shown)
-    else:
-        add_flags(shown, parser)
-        short = ", ".join(f"{flag} for {full}" for flag, full in flags_of(cls).items() if flag != full)
-        parser.epilog += f" Short names: {short}."
     parser.print_help()
 
 
