@@ -15,15 +15,16 @@ from torchrl.checkpoint import Checkpoint, CheckpointError, GlobalRNGState
 from torchrl.envs import EnvBase
 
 from edenrl import distributed
-from edenrl._files import disk_space
+from edenrl._files import DiskFullError, disk_space
 from edenrl.config import RunConfig, load_config, refuse_changes, save_config
 from edenrl.optim import GradientStep
 from edenrl.training.checkpoint import Checkpoints, has_checkpoint
 from edenrl.training.lock import DirectoryLock
 from edenrl.training.loggers import RunLogger
-from edenrl.training.observations import changed_observations, describe_observations
+from edenrl.training.observations import changed_observations, describe_observations, save_observations
 from edenrl.training.progress import Progress
 from edenrl.training.reports import save_error
+from edenrl.training.stopping import has_lost_workers
 
 __all__ = ["RunFolder", "run_directory"]
 
@@ -84,6 +85,7 @@ class RunFolder:
         directory: the run directory.
         components: what a checkpoint holds, by name.
         counters: further components that are the same in all processes.
+        env: the environment, whose observations are noted down for later errors about widths. Default: none.
 
     Examples:
         ``edenrl.training.Run`` uses one.
@@ -96,8 +98,11 @@ class RunFolder:
         directory: Path,
         components: Mapping[str, Any],
         counters: Mapping[str, Any],
+        env: EnvBase | None = None,
     ) -> None:
         self.cfg, self.dir = cfg, directory
+        self._components, self._env = components, env
+        self._saved = 0
         self._leads = distributed.rank() == 0
         self._lock = DirectoryLock(directory)
         self._logger: Any = _Silent()
@@ -160,12 +165,8 @@ class RunFolder:
                 f"belong to their process. Resume it with {how}."
             )
 
-    def restore(self, env: EnvBase | None) -> bool:
-        """Loads the newest intact checkpoint of a resumed run; returns whether there was one.
-
-        Args:
-            env: the environment of the run, to name in an error about widths the observation group that changed.
-        """
+    def restore(self) -> bool:
+        """Loads the newest intact checkpoint of a resumed run; returns whether there was one."""
         if self._leads:
             self.checkpoints.sweep()
         resumed: bool = distributed.from_first(self.cfg.resume is not None and has_checkpoint(self.dir))
@@ -173,14 +174,14 @@ class RunFolder:
             try:
                 self.checkpoints.load()
             except CheckpointError as error:
-                if env is None:
+                if self._env is None:
                     raise
-                changed = changed_observations(self.dir, describe_observations(env))
+                changed = changed_observations(self.dir, describe_observations(self._env))
                 raise CheckpointError(f"{error}{changed}") from error
         return resumed
 
     def open_outputs(self, iteration: int, done: int, total: int, unit: str) -> None:
-        """Writes ``config.json`` and opens metrics and progress.
+        """Writes ``config.json`` and the observations, and opens metrics and progress.
 
         Args:
             iteration: iterations that are done; later rows of an interrupted run are dropped.
@@ -188,6 +189,7 @@ class RunFolder:
             total: steps of the whole run.
             unit: what these steps are, such as "frames".
         """
+        self._saved = iteration
         if not self._leads:
             return
         cfg = self.cfg
@@ -208,6 +210,8 @@ class RunFolder:
         )
         path = self.dir / "progress.json"
         self._progress = Progress(path, total, done, quiet=cfg.quiet, shown=_SHOWN, unit=unit)
+        if self._env is not None:
+            save_observations(self.dir, describe_observations(self._env))
 
     def say(self, text: str) -> None:
         """Prints one line, unless the run is quiet."""
@@ -218,8 +222,21 @@ class RunFolder:
         with disk_space(self.dir, "metrics.csv"):
             self._logger.write(iteration, row)
 
-    def rescue(self, iteration: int, frames: int) -> None:
-        """Saves a run that an error ends, if its state is sound; otherwise says why not. Never raises."""
+    def rescue(self, error: Exception, iteration: int, frames: int) -> None:
+        """Saves what a run has trained since its last checkpoint, before an error ends it. Never raises.
+
+        It says why it does not save a state that is not sound.
+
+        Args:
+            error: what ends the run.
+            iteration: iterations that are done.
+            frames: environment steps that are done.
+        """
+        # The other processes do not take part: each of them may be anywhere in its iteration.
+        if isinstance(error, DiskFullError) or distributed.world_size() > 1 or iteration == self._saved:
+            return
+        if has_lost_workers(self._components):
+            return
         try:
             for name, component in self._own.items():
                 if not _is_sound(component.state_dict()):
@@ -252,6 +269,7 @@ class RunFolder:
         score = math.nan if evaluation is None else evaluation.get(name, math.nan)
         metric = {} if math.isnan(score) else {name: score}
         self.checkpoints.save(iteration, frames=frames, processes=distributed.world_size(), **metric)
+        self._saved = iteration
         # Only now: a mistyped name must not cost the iterations up to here.
         if evaluation is not None and name not in evaluation:
             raise ValueError(
