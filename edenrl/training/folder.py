@@ -85,6 +85,7 @@ class RunFolder:
         directory: the run directory.
         components: what a checkpoint holds, by name.
         counters: further components that are the same in all processes.
+        size: iterations of the whole run, and environment steps of each.
         env: the environment, whose observations are noted down for later errors about widths. Default: none.
 
     Examples:
@@ -98,10 +99,12 @@ class RunFolder:
         directory: Path,
         components: Mapping[str, Any],
         counters: Mapping[str, Any],
+        size: tuple[int, int],
         env: EnvBase | None = None,
     ) -> None:
         self.cfg, self.dir = cfg, directory
         self._components, self._env = components, env
+        self._iterations, self._frames = size
         self._saved = 0
         self._leads = distributed.rank() == 0
         self._lock = DirectoryLock(directory)
@@ -180,14 +183,12 @@ class RunFolder:
                 raise CheckpointError(f"{error}{changed}") from error
         return resumed
 
-    def open_outputs(self, iteration: int, done: int, total: int, unit: str) -> None:
+    def open_outputs(self, iteration: int, unit: str) -> None:
         """Writes ``config.json`` and the observations, and opens metrics and progress.
 
         Args:
             iteration: iterations that are done; later rows of an interrupted run are dropped.
-            done: steps that are done.
-            total: steps of the whole run.
-            unit: what these steps are, such as "frames".
+            unit: what is counted, such as "frames".
         """
         self._saved = iteration
         if not self._leads:
@@ -209,6 +210,7 @@ class RunFolder:
             config=cfg.model_dump(mode="json"),
         )
         path = self.dir / "progress.json"
+        total, done = self._iterations * self._frames, iteration * self._frames
         self._progress = Progress(path, total, done, quiet=cfg.quiet, shown=_SHOWN, unit=unit)
         if self._env is not None:
             save_observations(self.dir, describe_observations(self._env))
@@ -218,11 +220,16 @@ class RunFolder:
         self._progress.say(text)
 
     def write(self, iteration: int, row: Mapping[str, float]) -> None:
-        """Adds a row to ``metrics.csv`` and the other logger."""
-        with disk_space(self.dir, "metrics.csv"):
-            self._logger.write(iteration, row)
+        """Adds the row of an iteration to ``metrics.csv`` and the other logger.
 
-    def rescue(self, error: Exception, iteration: int, frames: int) -> None:
+        Args:
+            iteration: iterations that are done, this one included.
+            row: its metrics; the steps that are done are added.
+        """
+        with disk_space(self.dir, "metrics.csv"):
+            self._logger.write(iteration - 1, {"frames": iteration * self._frames, **row})
+
+    def rescue(self, error: Exception, iteration: int) -> None:
         """Saves what a run has trained since its last checkpoint, before an error ends it. Never raises.
 
         It says why it does not save a state that is not sound.
@@ -230,7 +237,6 @@ class RunFolder:
         Args:
             error: what ends the run.
             iteration: iterations that are done.
-            frames: environment steps that are done.
         """
         # The other processes do not take part: each of them may be anywhere in its iteration.
         if isinstance(error, DiskFullError) or distributed.world_size() > 1 or iteration == self._saved:
@@ -241,21 +247,20 @@ class RunFolder:
             for name, component in self._own.items():
                 if not _is_sound(component.state_dict()):
                     raise FloatingPointError(f"the state of {name!r} holds NaN.")
-            self.save(iteration, frames, None)
+            self.save(iteration, None)
             self.say(f"Saved the state after iteration {iteration} in {self.checkpoints.latest()}.")
         except Exception as problem:  # the error that ends the run is the one to report
             self.say(f"The iterations since the last checkpoint are not saved: {problem}")
 
-    def show(self, done: int, row: Mapping[str, float]) -> None:
-        """Updates the progress line and ``progress.json``."""
-        self._progress.update(done, row)
+    def show(self, iteration: int, row: Mapping[str, float]) -> None:
+        """Updates the progress line and ``progress.json`` after so many iterations."""
+        self._progress.update(iteration * self._frames, row)
 
-    def save(self, iteration: int, frames: int, evaluation: Mapping[str, float] | None) -> None:
+    def save(self, iteration: int, evaluation: Mapping[str, float] | None) -> None:
         """Saves a checkpoint. All processes call it.
 
         Args:
             iteration: iterations that are done.
-            frames: environment steps that are done.
             evaluation: what the policy of this checkpoint has scored; None: it was not evaluated.
 
         Raises:
@@ -268,7 +273,8 @@ class RunFolder:
         name = self.cfg.evaluation.metric
         score = math.nan if evaluation is None else evaluation.get(name, math.nan)
         metric = {} if math.isnan(score) else {name: score}
-        self.checkpoints.save(iteration, frames=frames, processes=distributed.world_size(), **metric)
+        frames, processes = iteration * self._frames, distributed.world_size()
+        self.checkpoints.save(iteration, frames=frames, processes=processes, **metric)
         self._saved = iteration
         # Only now: a mistyped name must not cost the iterations up to here.
         if evaluation is not None and name not in evaluation:
@@ -277,13 +283,13 @@ class RunFolder:
                 f"continue with --resume {self.dir} --evaluation.metric NAME."
             )
 
-    def close(self, state: str, error: BaseException | None, where: str) -> None:
+    def close(self, state: str, error: BaseException | None, iteration: int) -> None:
         """Closes the outputs, leaves a report of the error if there is one, and frees the directory.
 
         Args:
             state: what ``progress.json`` says from now on: "complete", "interrupted" or "failed".
             error: what ended the run.
-            where: how far it had come, such as "iteration 3 of 10".
+            iteration: iterations that are done.
         """
         self._progress.close(state)
         try:
@@ -294,5 +300,5 @@ class RunFolder:
                 raise
         finally:
             if error is not None:
-                save_error(error, self.dir, where)
+                save_error(error, self.dir, f"iteration {iteration} of {self._iterations}")
             self._lock.release()

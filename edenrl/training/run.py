@@ -250,14 +250,14 @@ class Run:
         check_components(cfg, self._components, evaluates_policy=self.evaluations.plays)
         self.evaluations.refuse_unknown_metric()
         self.dir = run_directory(cfg, self.algorithm)
-        self.folder = RunFolder(cfg, self.algorithm, self.dir, self._components, {"run": self}, self._env)
+        size = self.iterations, self.frames_per_iteration
+        self.folder = RunFolder(cfg, self.algorithm, self.dir, self._components, {"run": self}, size, self._env)
         self.folder.acquire()
         try:
             resumed = self.folder.restore()
             self._began = time.monotonic()
             distributed.broadcast_modules([c for c in self._components.values() if isinstance(c, nn.Module)])
-            total, done = (n * self.frames_per_iteration for n in (self.iterations, self.iteration))
-            self.folder.open_outputs(self.iteration, done, total, self.unit)
+            self.folder.open_outputs(self.iteration, self.unit)
             self.folder.say(run_banner(self))
             self._say_where_it_starts(resumed)
             self._stop = StopRequest(self.folder.say)
@@ -266,7 +266,7 @@ class Run:
                 for restart in self._restarts:
                     restart(self.remaining)
         except BaseException as error:
-            self.folder.close("failed", error, self._where())
+            self.folder.close("failed", error, self.iteration)
             raise
         self._begun = True
 
@@ -334,7 +334,6 @@ class Run:
         last = self.iteration == self.iterations
         evaluated = self.evaluations.is_due(self.iteration, last)
         due = last or evaluated or self.iteration % self.interval == 0
-        frames = self.iteration * self.frames_per_iteration
         if evaluated and self.leads:
             try:
                 row |= {f"eval/{name}": value for name, value in self.evaluations.run().items()}
@@ -350,12 +349,11 @@ class Run:
         # The row is written before the checkpoint: a crash between the two is mended by dropping rows on resume.
         self._write(row)
         if due or self._ending:
-            self.folder.save(self.iteration, frames, self.evaluations.latest if evaluated else None)
-        self.folder.show(frames, row)
+            self.folder.save(self.iteration, self.evaluations.latest if evaluated else None)
+        self.folder.show(self.iteration, row)
 
     def _write(self, row: Mapping[str, float]) -> None:
-        frames = self.iteration * self.frames_per_iteration
-        self.folder.write(self.iteration - 1, {"frames": frames, "seconds": round(self.seconds, 2), **row})
+        self.folder.write(self.iteration, {"seconds": round(self.seconds, 2), **row})
 
     def _evaluate_policy(self) -> dict[str, float]:
         return evaluate_run(self.cfg, self._components["policy"], self.device)
@@ -365,7 +363,7 @@ class Run:
     ) -> None:
         if self._begun:
             if isinstance(error, Exception):
-                self.folder.rescue(error, self.iteration, self.iteration * self.frames_per_iteration)
+                self.folder.rescue(error, self.iteration)
             self._close(error)
         shut_down(self._components, error)
         if not self._begun or error is not None:
@@ -389,15 +387,12 @@ class Run:
             raise
         finally:
             state = "complete" if complete and error is None else "interrupted"
-            self.folder.close(state if error is None else "failed", error, self._where())
+            self.folder.close(state if error is None else "failed", error, self.iteration)
 
     @property
     def seconds(self) -> float:
         """Wall time of the run over all resumptions."""
         return self.elapsed + time.monotonic() - self._began
-
-    def _where(self) -> str:
-        return f"iteration {self.iteration} of {self.iterations}"
 
     def summary(self) -> str:
         """The table a run ends with."""
