@@ -15,7 +15,7 @@ from torchrl.envs.utils import ExplorationType, set_exploration_type
 from edenrl.collectors.resume import env_state_dict, load_env_state_dict, load_step, simulator_of
 from edenrl.collectors.storage_space import require_rollout_space
 from edenrl.envs import DifferentiableEnv, RolloutPlan, ScheduledEnv
-from edenrl.envs.self_resetting import add_metrics, recorded_metrics
+from edenrl.envs.recorded_metrics import add_metrics, recorded_metrics
 
 __all__ = ["AdjointClip", "DifferentiableCollector"]
 

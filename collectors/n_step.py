@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["differs", "n_step_windows"]
+__all__ = ["n_step_windows"]
 
 
 def n_step_windows(
@@ -49,9 +49,3 @@ def n_step_windows(
     terminated, truncated = (flags.gather(-1, steps - 1) for flags in (terminated, truncated))
     done = terminated | truncated
     return steps, {"reward": total, "terminated": terminated, "truncated": truncated, "done": done}
-
-
-def differs(now: Tensor, then: Tensor, dims: int) -> Tensor:
-    """Where two observations differ, over all but their first ``dims`` dimensions. NaN equals NaN."""
-    different = (now != then) & ((now == now) | (then == then))
-    return different.flatten(dims).any(-1) if now.dim() > dims else different

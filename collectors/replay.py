@@ -15,16 +15,24 @@ from torchrl.envs import Transform
 
 from edenrl._files import disk_space
 from edenrl.collectors.episode_ends import EpisodeEnds, key_name, named_key
-from edenrl.collectors.n_step import differs, n_step_windows
+from edenrl.collectors.n_step import n_step_windows
 from edenrl.collectors.reward_normalizer import RewardNormalizer
 from edenrl.collectors.storage_space import own_folder, require_space, reserve, unannounced
+from edenrl.collectors.stored_steps import (
+    REWARD,
+    TERMINATED,
+    TRUNCATED,
+    in_precision,
+    observations_differ,
+    select_steps,
+    truncate_breaks,
+)
 from edenrl.modules import refuse_nonfinite, several_processes
 
 __all__ = ["NStepReplayBuffer"]
 
 # Options of TorchRL's class that have no meaning here, because this buffer does without the parts that they choose.
 _FIXED = {"storage", "sampler", "writer", "collate_fn", "priority_key", "dim_extend", "delayed_init"}
-_REWARD, _TERMINATED, _TRUNCATED = ("next", "reward"), ("next", "terminated"), ("next", "truncated")
 
 
 class NStepReplayBuffer(TensorDictReplayBuffer):
@@ -139,16 +147,18 @@ class NStepReplayBuffer(TensorDictReplayBuffer):
                 "the number of environments, or use one buffer for each collector."
             )
         after = [("next", key) for key in self.observations]
-        keys = [*self.observations, self.action_key, *map(unravel_key, after), _REWARD]
+        keys = [*self.observations, self.action_key, *map(unravel_key, after), REWARD]
         refuse_nonfinite(tensordicts, keys, time_axis=1)  # before anything is stored
         with self._replay_lock:  # with prefetch, samples are drawn in another thread
             return self._extend_rows(tensordicts)
 
     def _extend_rows(self, tensordicts: TensorDictBase) -> Tensor:
         """Stores the steps, time first, and beside them the observations after which an episode ended."""
-        data = self._stored_part(tensordicts).to(self.device)
+        data = select_steps(tensordicts, self.observations, self.action_key).to(self.device)
         after = data["next"].select(*self.observations)  # the observation after each step, in full precision
-        self._mark_breaks(data, after)
+        truncate_breaks(data, after)
+        if self._last is not None:
+            self._truncate_stored(self._last, data[:, 0])
         stored = data.exclude(*[("next", key) for key in self.observations]).transpose(0, 1).contiguous()
         for key in self.observations:
             self._dtypes[key] = stored.get(key).dtype
@@ -162,7 +172,7 @@ class NStepReplayBuffer(TensorDictReplayBuffer):
             )
         if not self._storage.initialized:
             self._allocate(stored)
-        ended = (stored[_TERMINATED] | stored[_TRUNCATED]).squeeze(-1)
+        ended = (stored[TERMINATED] | stored[TRUNCATED]).squeeze(-1)
         finals = {key: self._reduced(after.get(key).transpose(0, 1)[ended], key) for key in self.observations}
         steps, rows = ended.nonzero().unbind(-1)
         index = super().extend(stored)
@@ -183,42 +193,15 @@ class NStepReplayBuffer(TensorDictReplayBuffer):
         """Not supported: windows are drawn uniformly."""
         raise TypeError("NStepReplayBuffer draws windows uniformly itself and takes no sampler.")
 
-    def _stored_part(self, data: TensorDictBase) -> TensorDictBase:
-        """The entries that the buffer reads, with ``truncated`` set at every end that is no termination."""
-        keys = [*self.observations, self.action_key]
-        ends = [unravel_key(("next", key)) for key in self.observations]
-        kept = data.select(*keys, *ends, _REWARD, _TERMINATED).copy()
-        truncated = data.get(_TRUNCATED, None)
-        done = data.get(("next", "done"), None)
-        if truncated is None and done is None:
-            raise KeyError("The data has neither ('next', 'truncated') nor ('next', 'done'): write all three flags.")
-        if done is not None:
-            over = done & ~kept[_TERMINATED]
-            truncated = over if truncated is None else truncated | over
-        return kept.set(_TRUNCATED, truncated.clone())
-
-    def _mark_breaks(self, data: TensorDictBase, after: TensorDictBase) -> None:
-        """Truncates steps whose next observation is not what the following step began with."""
-        open_ended = ~(data[_TERMINATED] | data[_TRUNCATED]).squeeze(-1)
-        broken = torch.zeros_like(open_ended)
-        for key in self.observations:
-            now, then = data.get(key), after.get(key)
-            broken[:, :-1] |= differs(now[:, 1:], then[:, :-1], 2)
-        data[_TRUNCATED].squeeze(-1).logical_or_(broken & open_ended)
-        if self._last is not None:
-            self._mark_break_before(data, self._last)
-
-    def _mark_break_before(self, data: TensorDictBase, last: TensorDictBase) -> None:
-        """Truncates the newest stored steps whose next observation, ``last``, is not what ``data`` begins with."""
+    def _truncate_stored(self, last: TensorDictBase, first: TensorDictBase) -> None:
+        """Truncates the newest stored steps whose next observation, ``last``, is not what the new data begins with."""
         slot = (self._written - 1) % self._storage._max_size_along_dim0()
         store = self._storage._storage
-        was_open = ~(store[_TERMINATED][slot] | store[_TRUNCATED][slot]).squeeze(-1)
-        broken = torch.zeros_like(was_open)
-        for key in self.observations:
-            broken |= differs(data.get(key)[:, 0], last.get(key), 1)
+        was_open = ~(store[TERMINATED][slot] | store[TRUNCATED][slot]).squeeze(-1)
+        broken = observations_differ(last, first)
         rows = (broken & was_open).nonzero().squeeze(-1)
         if len(rows):
-            store[_TRUNCATED][slot, rows] = True
+            store[TRUNCATED][slot, rows] = True
             finals = {key: self._reduced(last.get(key)[rows], key) for key in self.observations}
             self._ends.add((self._written - 1) * len(was_open) + rows, finals)
             self._ends.sort()  # other rows may have ended at the same step
@@ -232,15 +215,7 @@ class NStepReplayBuffer(TensorDictReplayBuffer):
 
     def _reduced(self, value: Tensor, key: NestedKey) -> Tensor:
         """An observation in the type that it is stored in."""
-        if self.observation_dtype is None or not value.is_floating_point():
-            return value
-        out = value.to(self.observation_dtype)
-        if self.observation_dtype == torch.float16 and bool((out.isinf() & value.isfinite()).any()):
-            raise ValueError(
-                f"{key!r} holds {float(value.abs().max()):.3g}, which float16 cannot (65504 is its largest). Use "
-                "observation_dtype=torch.bfloat16, or scale the observation."
-            )
-        return out
+        return value if self.observation_dtype is None else in_precision(value, self.observation_dtype, key)
 
     def _steps_per_env(self, num_envs: int) -> int:
         return -(self._storage.max_size // -num_envs)  # rounded up
@@ -293,7 +268,7 @@ class NStepReplayBuffer(TensorDictReplayBuffer):
         # Position = time * num_envs + environment. The newest n_steps time steps have no complete window yet.
         drawn = torch.randint(count, (batch_size,), generator=self._rng, device=self.device)
         first = drawn + (self._written - self._rows()) * num_envs
-        reward, terminated, truncated = (self._flat(key) for key in (_REWARD, _TERMINATED, _TRUNCATED))
+        reward, terminated, truncated = (self._flat(key) for key in (REWARD, TERMINATED, TRUNCATED))
         steps, outcome = n_step_windows(reward, terminated, truncated, first, num_envs, self.n_steps, self.gamma)
         last = first + num_envs * (steps.squeeze(-1) - 1)
         data, after = self._observations(first, last, outcome["done"].squeeze(-1))
@@ -380,18 +355,13 @@ class NStepReplayBuffer(TensorDictReplayBuffer):
                 if key in values:
                     values[key] = self._reduced(values[key].to(dtype), key)
         rows, num_envs = next(iter(data.values())).shape[:2]
-        self._load_steps(self._as_tensordict(data, rows, num_envs), int(state_dict["written"]))
+        stored = TensorDict(data, [rows, num_envs], device=self.device)
+        self._load_steps(stored, int(state_dict["written"]))
         last = {named_key(name): value.to(self.device) for name, value in state_dict["last"].items()}
-        self._last = self._as_tensordict(last, num_envs)
+        self._last = TensorDict(last, [num_envs], device=self.device)
         self._dtypes = dtypes
         if self._rng is not None and "rng" in state_dict:
             self._rng.set_state(state_dict["rng"])
-
-    def _as_tensordict(self, entries: dict[Any, Tensor], *batch_size: int) -> TensorDictBase:
-        out = TensorDict(batch_size=batch_size, device=self.device)
-        for key, value in entries.items():
-            out.set(key, value)
-        return out
 
     def _load_steps(self, stored: TensorDictBase, written: int) -> None:
         """Fills the storage with saved steps ``[T, N]`` and continues writing behind them."""

@@ -14,7 +14,7 @@ from torchrl.modules.utils import get_primers_from_module
 
 from edenrl.collectors.resume import env_state_dict, load_env_state_dict
 from edenrl.collectors.storage_space import require_rollout_space
-from edenrl.envs.self_resetting import add_metrics, recorded_metrics
+from edenrl.envs.recorded_metrics import add_metrics, recorded_metrics
 
 __all__ = ["Collector"]
 

@@ -279,7 +279,7 @@ def test_a_failed_save_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.Mo
     def fail(*_: object) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr("edenrl.config.cli.os.replace", fail)
+    monkeypatch.setattr("edenrl._files.os.replace", fail)
     with pytest.raises(OSError, match="disk full"):
         save_config(EnvConfig(num_envs=4), path)
     assert load_config(EnvConfig, path).num_envs == 3

@@ -8,9 +8,10 @@ from edenrl.config import presets
 from edenrl.config.amp import AMPConfig
 from edenrl.config.apg import APGConfig
 from edenrl.config.base import Config
-from edenrl.config.cli import load_config, parse_cli, read_config, save_config
+from edenrl.config.cli import parse_cli
 from edenrl.config.cmdp import CMDPConfig
 from edenrl.config.distill import DepthDistillationConfig
+from edenrl.config.files import load_config, read_config, save_config
 from edenrl.config.flashsac import FlashSACConfig, FlashSACRunConfig
 from edenrl.config.grpo import GRPOConfig
 from edenrl.config.him import HIMConfig

@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -16,19 +15,11 @@ from gymnasium import spaces
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 from torchrl.data import Binary, Bounded, Composite, TensorSpec, Unbounded
-from torchrl.envs import EnvBase, TransformedEnv
+from torchrl.envs import EnvBase
 
 from edenrl.envs.observations import check_group_names
 
-__all__ = [
-    "InnerStep",
-    "SelfResettingEnv",
-    "action_spec_of",
-    "add_metrics",
-    "find_time_limit",
-    "recorded_metrics",
-    "where_rows",
-]
+__all__ = ["InnerStep", "SelfResettingEnv", "action_spec_of", "warn_once", "where_rows"]
 
 _log = logging.getLogger("edenrl")
 
@@ -60,14 +51,6 @@ def action_spec_of(space: spaces.Space, num_envs: int, device: torch.device) -> 
     return Bounded(low, high, shape, device=device, dtype=dtype)
 
 
-def find_time_limit(env: Any) -> Any:
-    """``max_episode_length`` (or ``max_steps``) of an environment, or None."""
-    for name in ("max_episode_length", "max_steps"):
-        if (limit := getattr(env, name, None)) is not None:
-            return limit
-    return None
-
-
 @dataclass
 class InnerStep:
     """What one step of the wrapped environment said, as ``SelfResettingEnv`` wants to hear it."""
@@ -86,61 +69,6 @@ class InnerStep:
     """Further entries of ``("next", ...)``."""
 
 
-@contextmanager
-def recorded_metrics(env: EnvBase) -> Iterator[list[dict[str, Tensor]]]:
-    """Records the metrics that the simulator did not announce, one dictionary of ``[N, 1]`` per step.
-
-    TorchRL's collectors drop what no spec declares. Whoever steps the environment adds these to ``("next", "metrics")``
-    afterwards; a name is absent in the steps before its first report.
-
-    Args:
-        env: the environment, transformed or not; the record of any but a ``SelfResettingEnv`` stays empty.
-
-    Examples:
-        >>> from edenrl.envs import PointMass
-        >>> env = PointMass(2, seed=0)
-        >>> with recorded_metrics(env) as steps:
-        ...     _ = env.rollout(3)
-        >>> steps
-        []
-    """
-    while isinstance(env, TransformedEnv):
-        env = env.base_env
-    steps: list[dict[str, Tensor]] = []
-    if not isinstance(env, SelfResettingEnv):
-        yield steps
-        return
-    env._recording = steps
-    try:
-        yield steps
-    finally:
-        env._recording = None
-
-
-def add_metrics(data: TensorDictBase, steps: Sequence[Mapping[str, Tensor]]) -> TensorDictBase:
-    """``data`` ``[N, T]`` with the metrics that ``recorded_metrics`` recorded, NaN in the steps before they came.
-
-    Args:
-        data: a rollout of T steps; it is not changed.
-        steps: the record of these steps.
-
-    Examples:
-        >>> data = TensorDict(next=dict(reward=torch.zeros(2, 2, 1)), batch_size=[2, 2])
-        >>> add_metrics(data, [{}, {"height": torch.ones(2, 1)}])["next", "metrics", "height"].squeeze(-1)
-        tensor([[nan, 1.],
-                [nan, 1.]])
-    """
-    names = dict.fromkeys(name for step in steps for name in step)
-    if not names:
-        return data
-    data = data.copy()
-    absent = torch.full_like(data["next", "reward"][:, 0], torch.nan)
-    for name in names:
-        rows = [step.get(name, absent).to(absent.device) for step in steps]
-        data["next", "metrics", name] = torch.stack(rows, 1)
-    return data
-
-
 class SelfResettingEnv(EnvBase):
     """Turns an environment that resets ended rows inside ``step`` into one that TorchRL resets.
 
@@ -156,7 +84,7 @@ class SelfResettingEnv(EnvBase):
         observation: its current observation, groups ``[N, *]``; all rows at the start of an episode.
         action_spec: spec of the batch of actions.
         metrics: names under ``("next", "metrics")``, each ``[N, 1]``; NaN until they are first reported. Others that
-            the inner environment reports are held by ``recorded_metrics``, because TorchRL drops what no spec declares.
+            the inner environment reports are kept by ``recorded_metrics``, because TorchRL drops what no spec declares.
         reward_groups: names under ``("next", "reward_groups")``, each ``[N, 1]``.
 
     Raises:

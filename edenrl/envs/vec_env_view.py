@@ -14,7 +14,6 @@ from torchrl.envs import EnvBase, TransformedEnv
 from torchrl.envs.utils import step_mdp
 
 from edenrl.envs.observations import BESIDE_GROUPS
-from edenrl.envs.self_resetting import find_time_limit
 from edenrl.envs.vec_env import REWARD_GROUPS
 
 __all__ = ["as_vec_env"]
@@ -70,7 +69,7 @@ class _VecEnvView:
         core = env
         while isinstance(core, TransformedEnv):
             core = core.base_env
-        limit = find_time_limit(core) if max_episode_length is None else max_episode_length
+        limit = _find_time_limit(core) if max_episode_length is None else max_episode_length
         if limit is None:
             raise ValueError(
                 f"{type(core).__name__} has neither max_episode_length nor max_steps. Pass "
@@ -162,3 +161,11 @@ class _VecEnvView:
 
     def close(self) -> None:
         self.env.close(raise_if_closed=False)
+
+
+def _find_time_limit(env: Any) -> Any:
+    """``max_episode_length`` (or ``max_steps``) of an environment, or None."""
+    for name in ("max_episode_length", "max_steps"):
+        if (limit := getattr(env, name, None)) is not None:
+            return limit
+    return None

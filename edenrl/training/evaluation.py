@@ -13,7 +13,8 @@ from torchrl.checkpoint import GlobalRNGState
 from torchrl.envs import EnvBase
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
-from edenrl.envs.self_resetting import SelfResettingEnv, recorded_metrics
+from edenrl.envs.recorded_metrics import recorded_metrics
+from edenrl.envs.self_resetting import SelfResettingEnv
 
 __all__ = ["EvaluationBudget", "announced_metrics", "evaluate", "may_report_more"]
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from tensordict.nn import TensorDictModuleBase
 
+from edenrl._files import disk_space
 from edenrl.config import RunConfig
 from edenrl.envs import wrap_env
 from edenrl.export import check_formats, export_policy, nominal_env
@@ -47,8 +48,10 @@ def export_run(
     Raises:
         FileNotFoundError: for a run without checkpoints.
         CheckpointError: if the checkpoint does not fit the policy.
+        DiskFullError: if the disk has no room for the files.
     """
     check_formats(formats)
+    target = Path(run_dir) / "policy" if out_dir is None else Path(out_dir)
     loaded = copy.deepcopy(policy)
     # In this process: what the environment declares cannot be read from others.
     cfg = cfg.model_copy(update={"env": cfg.env.model_copy(update={"vectorization": "sync"})})
@@ -56,15 +59,16 @@ def export_run(
     try:
         path = load_policy_weights(loaded, run_dir, checkpoint, env=env)
         env = append_primers(wrap_env(nominal_env(env), action_mode=cfg.env.action_mode), loaded)
-        return export_policy(
-            loaded,
-            env,
-            Path(run_dir) / "policy" if out_dir is None else out_dir,
-            formats=formats,
-            checkpoint=path,
-            task=cfg.env.name,
-            task_kwargs=cfg.env.kwargs,
-        )
+        with disk_space(target, "the exported policy"):
+            return export_policy(
+                loaded,
+                env,
+                target,
+                formats=formats,
+                checkpoint=path,
+                task=cfg.env.name,
+                task_kwargs=cfg.env.kwargs,
+            )
     finally:
         env.close(raise_if_closed=False)
 

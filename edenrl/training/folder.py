@@ -15,15 +15,16 @@ from torchrl.checkpoint import Checkpoint, CheckpointError, GlobalRNGState
 from torchrl.envs import EnvBase
 
 from edenrl import distributed
-from edenrl._files import disk_space
+from edenrl._files import DiskFullError, disk_space
 from edenrl.config import RunConfig, load_config, refuse_changes, save_config
 from edenrl.optim import GradientStep
 from edenrl.training.checkpoint import Checkpoints, has_checkpoint
 from edenrl.training.lock import DirectoryLock
 from edenrl.training.loggers import RunLogger
-from edenrl.training.observations import changed_observations, describe_observations
+from edenrl.training.observations import changed_observations, describe_observations, save_observations
 from edenrl.training.progress import Progress
 from edenrl.training.reports import save_error
+from edenrl.training.stopping import has_lost_workers
 
 __all__ = ["RunFolder", "run_directory"]
 
@@ -84,6 +85,8 @@ class RunFolder:
         directory: the run directory.
         components: what a checkpoint holds, by name.
         counters: further components that are the same in all processes.
+        size: iterations of the whole run, and environment steps of each.
+        env: the environment, whose observations are noted down for later errors about widths. Default: none.
 
     Examples:
         ``edenrl.training.Run`` uses one.
@@ -96,8 +99,13 @@ class RunFolder:
         directory: Path,
         components: Mapping[str, Any],
         counters: Mapping[str, Any],
+        size: tuple[int, int],
+        env: EnvBase | None = None,
     ) -> None:
         self.cfg, self.dir = cfg, directory
+        self._components, self._env = components, env
+        self._iterations, self._frames = size
+        self._saved = 0
         self._leads = distributed.rank() == 0
         self._lock = DirectoryLock(directory)
         self._logger: Any = _Silent()
@@ -122,11 +130,8 @@ class RunFolder:
         rate: float = self._progress.rate
         return rate
 
-    def acquire(self, iterations: int) -> None:
+    def acquire(self) -> None:
         """Creates the directory and keeps other processes out; refuses what cannot be resumed.
-
-        Args:
-            iterations: iterations of the whole run.
 
         Raises:
             FileExistsError: for a new run in a directory that holds one.
@@ -143,12 +148,12 @@ class RunFolder:
         # Until the first process holds the directory it may be another run's, in which nobody leaves a report.
         distributed.from_first(None)
         try:
-            self._refuse_resume(iterations)
+            self._refuse_resume()
         except BaseException:  # no fault of the run: no report in its directory
             self._lock.release()
             raise
 
-    def _refuse_resume(self, iterations: int) -> None:
+    def _refuse_resume(self) -> None:
         if self.cfg.resume is None:
             return
         config, path = self.dir / "config.json", self.checkpoints.latest()
@@ -160,10 +165,11 @@ class RunFolder:
             if "config" in metadata:
                 trained = type(self.cfg).model_validate(metadata["config"])
                 refuse_changes(trained, written, str(config), edited=True, restart=restart)
-        if (done := metadata.get("step", 0)) > iterations:
+        done, asked = metadata.get("step", 0), self._iterations
+        if done > asked:
             raise ValueError(
-                f"{self.dir} has done {done} iterations ({metadata['frames']:,} steps) and is asked for {iterations}. "
-                "To train it further, ask for more (--total_frames)."
+                f"{self.dir} has done {done} iterations ({metadata['frames']:,} steps) and is asked for {asked}. To "
+                "train it further, ask for more (--total_frames)."
             )
         present = distributed.world_size()
         saved = present if path is None else metadata.get("processes", 1)
@@ -174,12 +180,8 @@ class RunFolder:
                 f"belong to their process. Resume it with {how}."
             )
 
-    def restore(self, env: EnvBase | None) -> bool:
-        """Loads the newest intact checkpoint of a resumed run; returns whether there was one.
-
-        Args:
-            env: the environment of the run, to name in an error about widths the observation group that changed.
-        """
+    def restore(self) -> bool:
+        """Loads the newest intact checkpoint of a resumed run; returns whether there was one."""
         if self._leads:
             self.checkpoints.sweep()
         resumed: bool = distributed.from_first(self.cfg.resume is not None and has_checkpoint(self.dir))
@@ -187,21 +189,20 @@ class RunFolder:
             try:
                 self.checkpoints.load()
             except CheckpointError as error:
-                if env is None:
+                if self._env is None:
                     raise
-                changed = changed_observations(self.dir, describe_observations(env))
+                changed = changed_observations(self.dir, describe_observations(self._env))
                 raise CheckpointError(f"{error}{changed}") from error
         return resumed
 
-    def open_outputs(self, iteration: int, done: int, total: int, unit: str) -> None:
-        """Writes ``config.json`` and opens metrics and progress.
+    def open_outputs(self, iteration: int, unit: str) -> None:
+        """Writes ``config.json`` and the observations, and opens metrics and progress.
 
         Args:
             iteration: iterations that are done; later rows of an interrupted run are dropped.
-            done: steps that are done.
-            total: steps of the whole run.
-            unit: what these steps are, such as "frames".
+            unit: what is counted, such as "frames".
         """
+        self._saved = iteration
         if not self._leads:
             return
         cfg = self.cfg
@@ -221,7 +222,10 @@ class RunFolder:
             config=cfg.model_dump(mode="json"),
         )
         path = self.dir / "progress.json"
+        total, done = self._iterations * self._frames, iteration * self._frames
         self._progress = Progress(path, total, done, quiet=cfg.quiet, shown=_SHOWN, unit=unit)
+        if self._env is not None:
+            save_observations(self.dir, describe_observations(self._env))
         if gap := iteration - self._logger.table.rows:
             self.say(
                 f"{self._logger.table.path} lacks {gap} of the {iteration} rows so far: curves will have a gap there. "
@@ -233,31 +237,47 @@ class RunFolder:
         self._progress.say(text)
 
     def write(self, iteration: int, row: Mapping[str, float]) -> None:
-        """Adds a row to ``metrics.csv`` and the other logger."""
-        with disk_space(self.dir, "metrics.csv"):
-            self._logger.write(iteration, row)
+        """Adds the row of an iteration to ``metrics.csv`` and the other logger.
 
-    def rescue(self, iteration: int, frames: int) -> None:
-        """Saves a run that an error ends, if its state is sound; otherwise says why not. Never raises."""
+        Args:
+            iteration: iterations that are done, this one included.
+            row: its metrics; the steps that are done are added.
+        """
+        with disk_space(self.dir, "metrics.csv"):
+            self._logger.write(iteration - 1, {"frames": iteration * self._frames, **row})
+
+    def rescue(self, error: Exception, iteration: int) -> None:
+        """Saves what a run has trained since its last checkpoint, before an error ends it. Never raises.
+
+        It says why it does not save a state that is not sound.
+
+        Args:
+            error: what ends the run.
+            iteration: iterations that are done.
+        """
+        # The other processes do not take part: each of them may be anywhere in its iteration.
+        if isinstance(error, DiskFullError) or distributed.world_size() > 1 or iteration == self._saved:
+            return
+        if has_lost_workers(self._components):
+            return
         try:
             for name, component in self._own.items():
                 if not _is_sound(component.state_dict()):
                     raise FloatingPointError(f"the state of {name!r} holds NaN.")
-            self.save(iteration, frames, None)
+            self.save(iteration, None)
             self.say(f"Saved the state after iteration {iteration} in {self.checkpoints.latest()}.")
         except Exception as problem:  # the error that ends the run is the one to report
             self.say(f"The iterations since the last checkpoint are not saved: {problem}")
 
-    def show(self, done: int, row: Mapping[str, float]) -> None:
-        """Updates the progress line and ``progress.json``."""
-        self._progress.update(done, row)
+    def show(self, iteration: int, row: Mapping[str, float]) -> None:
+        """Updates the progress line and ``progress.json`` after so many iterations."""
+        self._progress.update(iteration * self._frames, row)
 
-    def save(self, iteration: int, frames: int, evaluation: Mapping[str, float] | None) -> None:
+    def save(self, iteration: int, evaluation: Mapping[str, float] | None) -> None:
         """Saves a checkpoint. All processes call it.
 
         Args:
             iteration: iterations that are done.
-            frames: environment steps that are done.
             evaluation: what the policy of this checkpoint has scored; None: it was not evaluated.
 
         Raises:
@@ -270,8 +290,9 @@ class RunFolder:
         name = self.cfg.evaluation.metric
         score = math.nan if evaluation is None else evaluation.get(name, math.nan)
         metric = {} if math.isnan(score) else {name: score}
-        config = self.cfg.model_dump(mode="json")
-        self.checkpoints.save(iteration, frames=frames, processes=distributed.world_size(), config=config, **metric)
+        frames, processes, config = iteration * self._frames, distributed.world_size(), self.cfg.model_dump(mode="json")
+        self.checkpoints.save(iteration, frames=frames, processes=processes, config=config, **metric)
+        self._saved = iteration
         # Only now: a mistyped name must not cost the iterations up to here.
         if evaluation is not None and name not in evaluation:
             raise ValueError(
@@ -279,13 +300,13 @@ class RunFolder:
                 f"continue with --resume {self.dir} --evaluation.metric NAME."
             )
 
-    def close(self, state: str, error: BaseException | None, where: str) -> None:
+    def close(self, state: str, error: BaseException | None, iteration: int) -> None:
         """Closes the outputs, leaves a report of the error if there is one, and frees the directory.
 
         Args:
             state: what ``progress.json`` says from now on: "complete", "interrupted" or "failed".
             error: what ended the run.
-            where: how far it had come, such as "iteration 3 of 10".
+            iteration: iterations that are done.
         """
         self._progress.close(state)
         try:
@@ -296,5 +317,5 @@ class RunFolder:
                 raise
         finally:
             if error is not None:
-                save_error(error, self.dir, where)
+                save_error(error, self.dir, f"iteration {iteration} of {self._iterations}")
             self._lock.release()

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torchrl.envs import EnvBase, TransformedEnv
 
 from edenrl import distributed
-from edenrl._files import DiskFullError, disk_space
 from edenrl.config import RunConfig
 from edenrl.envs import action_box, process_seed, wrap_env
 from edenrl.optim import GradientStep
@@ -22,13 +21,12 @@ from edenrl.training.environment import build_env, collector_options, evaluate_r
 from edenrl.training.exporting import export_run, require_export
 from edenrl.training.folder import RunFolder, run_directory
 from edenrl.training.metrics import IterationMetrics
-from edenrl.training.observations import describe_observations, save_observations
 from edenrl.training.optimization import Trained, build_gradient_step
 from edenrl.training.progress import format_table, print_line
 from edenrl.training.reports import run_banner, run_table
 from edenrl.training.run_evaluations import RunEvaluations
-from edenrl.training.startup import setup
-from edenrl.training.stopping import StopRequest, has_lost_workers, shut_down
+from edenrl.training.startup import check_components, setup
+from edenrl.training.stopping import StopRequest, shut_down
 
 __all__ = ["Run"]
 
@@ -100,8 +98,7 @@ class Run:
         self.algorithm = cfg.algorithm_name if algorithm is None else algorithm
         self.evaluations = RunEvaluations(cfg, evaluate)
         self._asked = iterations, frames_per_iteration
-        self.unit = "frames"
-        self.iteration, self.elapsed = 0, 0.0
+        self.unit, self.iteration, self.elapsed = "frames", 0, 0.0
         self._env: EnvBase | None = None
         self._components: dict[str, Any] = {}
         self._restarts: list[Callable[[int], None]] = []
@@ -249,19 +246,17 @@ class Run:
         if self._begun:
             return
         cfg = self.cfg
-        self._check_components()
+        check_components(cfg, self._components, evaluates_policy=self.evaluations.plays)
+        self.evaluations.refuse_unknown_metric()
         self.dir = run_directory(cfg, self.algorithm)
-        self.folder = RunFolder(cfg, self.algorithm, self.dir, self._components, {"run": self})
-        self.folder.acquire(self.iterations)
+        size = self.iterations, self.frames_per_iteration
+        self.folder = RunFolder(cfg, self.algorithm, self.dir, self._components, {"run": self}, size, self._env)
+        self.folder.acquire()
         try:
-            resumed = self.folder.restore(self._env)
-            self._saved = self.iteration
+            resumed = self.folder.restore()
             self._began = time.monotonic()
             distributed.broadcast_modules([c for c in self._components.values() if isinstance(c, nn.Module)])
-            total, done = (n * self.frames_per_iteration for n in (self.iterations, self.iteration))
-            self.folder.open_outputs(self.iteration, done, total, self.unit)
-            if self.leads and self._env is not None:
-                save_observations(self.dir, describe_observations(self._env))
+            self.folder.open_outputs(self.iteration, self.unit)
             self.folder.say(run_banner(self))
             self._say_where_it_starts(resumed)
             self._stop = StopRequest(self.folder.say)
@@ -270,7 +265,7 @@ class Run:
                 for restart in self._restarts:
                     restart(self.remaining)
         except BaseException as error:
-            self.folder.close("failed", error, self._where())
+            self.folder.close("failed", error, self.iteration)
             raise
         self._begun = True
 
@@ -314,22 +309,6 @@ class Run:
         """Adds scalars to the row of this iteration as they are. Tensors move to the host when it ends, all at once."""
         self._metrics.log(*metrics)
 
-    def _check_components(self) -> None:
-        cfg = self.cfg
-        workers = [getattr(component, "num_workers", None) for component in self._components.values()]
-        if cfg.collector != "single" and cfg.num_workers not in workers:
-            raise ValueError(
-                f"This script collects in one process, not with {cfg.collector!r}. Set --collector single."
-            )
-        if self.evaluations.plays and "policy" not in self._components:
-            raise ValueError(
-                f"This run evaluates its component 'policy' in the environment; it keeps {sorted(self._components)}. "
-                "Name the policy with keep(policy=...), or give Run(evaluate=...)."
-            )
-        if cfg.export:
-            require_export(self._components)
-        self.evaluations.refuse_unknown_metric()
-
     def _say_where_it_starts(self, resumed: bool) -> None:
         if resumed and self.remaining:
             self.folder.say(f"Resumed {self.dir} at iteration {self.iteration} of {self.iterations}.")
@@ -356,7 +335,6 @@ class Run:
         last = self.iteration == self.iterations
         evaluated = self.evaluations.is_due(self.iteration, last)
         due = last or evaluated or self.iteration % self.interval == 0
-        frames = self.iteration * self.frames_per_iteration
         if evaluated and self.leads:
             try:
                 row |= {f"eval/{name}": value for name, value in self.evaluations.run().items()}
@@ -372,13 +350,11 @@ class Run:
         # The row is written before the checkpoint: a crash between the two is mended by dropping rows on resume.
         self._write(row)
         if due or self._ending:
-            self.folder.save(self.iteration, frames, self.evaluations.latest if evaluated else None)
-            self._saved = self.iteration
-        self.folder.show(frames, row)
+            self.folder.save(self.iteration, self.evaluations.latest if evaluated else None)
+        self.folder.show(self.iteration, row)
 
     def _write(self, row: Mapping[str, float]) -> None:
-        frames = self.iteration * self.frames_per_iteration
-        self.folder.write(self.iteration - 1, {"frames": frames, "seconds": round(self.seconds, 2), **row})
+        self.folder.write(self.iteration, {"seconds": round(self.seconds, 2), **row})
 
     def _evaluate_policy(self) -> dict[str, float]:
         return evaluate_run(self.cfg, self._components["policy"], self.device)
@@ -388,7 +364,7 @@ class Run:
     ) -> None:
         if self._begun:
             if isinstance(error, Exception):
-                self._rescue(error)
+                self.folder.rescue(error, self.iteration)
             self._close(error)
         shut_down(self._components, error)
         if not self._begun or error is not None:
@@ -400,36 +376,24 @@ class Run:
         if self._ending and self.remaining:
             raise SystemExit(130)
 
-    def _rescue(self, error: Exception) -> None:
-        """Saves what was trained since the last checkpoint before an error ends the run."""
-        # The other processes do not take part: each of them may be anywhere in its iteration.
-        if isinstance(error, DiskFullError) or distributed.world_size() > 1 or self.iteration == self._saved:
-            return
-        if not has_lost_workers(self._components):
-            self.folder.rescue(self.iteration, self.iteration * self.frames_per_iteration)
-
     def _close(self, error: BaseException | None) -> None:
         # The end has been asked for; what torchrun passes on late must not disturb it.
         self._stop.release_signals(ignore=distributed.world_size() > 1 and self._ending)
         complete = error is None and not self.remaining
         try:
             if complete and self.cfg.export and self.leads:
-                with disk_space(self.dir, "the exported policy"):
-                    self.exported = export_run(self.cfg, self._components["policy"], self.dir)
+                self.exported = export_run(self.cfg, self._components["policy"], self.dir)
         except Exception as failure:
             error = failure
             raise
         finally:
             state = "complete" if complete and error is None else "interrupted"
-            self.folder.close(state if error is None else "failed", error, self._where())
+            self.folder.close(state if error is None else "failed", error, self.iteration)
 
     @property
     def seconds(self) -> float:
         """Wall time of the run over all resumptions."""
         return self.elapsed + time.monotonic() - self._began
-
-    def _where(self) -> str:
-        return f"iteration {self.iteration} of {self.iterations}"
 
     def summary(self) -> str:
         """The table a run ends with."""

@@ -20,7 +20,7 @@ from torchrl.envs import EnvBase, StepCounter, TransformedEnv
 from edenrl.collectors import Collector
 from edenrl.config import load_config
 from edenrl.envs import PointMass, VecEnvAdapter, action_box, as_vec_env, make_env, register_env, registry, wrap_env
-from edenrl.envs.self_resetting import recorded_metrics
+from edenrl.envs.recorded_metrics import recorded_metrics
 from edenrl.modules import make_actor, observation_groups, value_critic
 from edenrl.objectives import GAE
 from edenrl.training import build_env, evaluate, load_policy_weights, read_metrics, rollout_metrics
