@@ -36,8 +36,8 @@ class GymObservation:
         env: the vector environment, with ``N`` environments.
 
     Raises:
-        ValueError: a space of another kind, a type that TorchRL does not know (such as uint16), or a group whose name is
-            taken.
+        ValueError: a space of another kind, a type that TorchRL does not know, such as uint16, or a group whose name
+            is taken.
 
     Examples:
         >>> import gymnasium
