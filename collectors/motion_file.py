@@ -151,6 +151,8 @@ def _quaternions(bundle: Mapping[str, np.ndarray], width: int, path: Path) -> li
     if "quaternions" not in bundle:
         return []
     entry = _entry(bundle, "quaternions", path)
+    if not entry.size:
+        return []
     inside = entry.dtype.kind in "iu" and entry.ndim == 2 and entry.shape[1] == 4
     if not inside or entry.min() < 0 or entry.max() >= width or len(np.unique(entry)) != entry.size:
         raise ValueError(

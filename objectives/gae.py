@@ -91,8 +91,9 @@ class GAE(torchrl_value.GAE):
         **kwargs: Any,
     ) -> Tensor:
         """The value targets of the rollout, without the advantages."""
-        with self._checked(tensordict, time_dim):
-            return super().value_estimate(tensordict, params, target_params, time_dim, **kwargs)
+        # Not TorchRL's method, which fails where gamma * lmbda is 0.
+        out = self.forward(tensordict.copy(), params=params, target_params=target_params, time_dim=time_dim)
+        return out.get(self.tensor_keys.value_target)
 
     @contextlib.contextmanager
     def _checked(self, data: TensorDictBase, time_dim: int | None) -> Iterator[None]:

@@ -13,6 +13,7 @@ from tensordict import NestedKey, TensorDictBase
 from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModuleBase, dispatch
 from torch import Tensor, nn
 
+from edenrl.modules.finite import LARGEST
 from edenrl.objectives.base import require_not_negative, require_policy
 from edenrl.objectives.ppo import PPOLoss
 
@@ -39,7 +40,8 @@ class GroupRelativeAdvantage(TensorDictModuleBase):
 
     A NaN reward is treated as missing, for example when the simulation of one row has failed. Steps whose return
     contains it do not count; the other members are compared without them. ``metrics`` counts NaN rewards. Therefore no
-    NaN reaches the loss. An infinite reward, or a rollout in which no step is left, is refused.
+    NaN reaches the loss. A reward that is infinite or beyond 1e18, or a rollout in which no step is left,
+    is refused.
 
     Input: a rollout ``[N, T]`` from one collection with ``("next", "reward")`` and ``("next", "done")``, each
     ``[N, T, 1]``. Writes ``advantage``, ``group_return`` (``G``; zero where it is unknown) and ``group_mask`` (bool),
@@ -57,7 +59,7 @@ class GroupRelativeAdvantage(TensorDictModuleBase):
 
     Raises:
         ValueError: for ``group_size`` below 2, a batch that is not ``[N, T]`` with N a multiple of ``group_size``,
-            an infinite reward (naming row and step), or a rollout without any step that counts.
+            a reward that is infinite or beyond 1e18 (naming row and step), or a rollout without any step that counts.
 
     Source: Shao et al. 2024 (DeepSeekMath), arXiv:2402.03300; per-step returns and the mask as in EmbodiChain.
 
@@ -165,16 +167,17 @@ class GroupRelativeAdvantage(TensorDictModuleBase):
                 raise ValueError(f"GroupRelativeAdvantage needs {key!r} of shape {(*shape, 1)}, got {given}.")
 
     def _refuse_useless(self, reward: Tensor, counts: Tensor) -> None:
-        infinite = reward.isinf()
+        # Squares of larger rewards overflow, and all advantages of the group would be 0.
+        huge = reward.abs() >= LARGEST  # false for NaN
         # If nothing is wrong, only one boolean is copied to the CPU.
-        if not bool(infinite.any() | ~counts.any()):
+        if not bool(huge.any() | ~counts.any()):
             return
-        if not bool(infinite.any()):
+        if not bool(huge.any()):
             raise ValueError(
                 f"Every return in the rollout {tuple(reward.shape)} contains a NaN reward ({int(reward.isnan().sum())} "
                 "of them): nothing is left to learn from. Fix the environment."
             )
-        env, step = infinite.nonzero()[0].tolist()
+        env, step = huge.nonzero()[0].tolist()
         raise ValueError(
             f"{self.in_keys[0]!r} holds {reward[env, step].item()} at env {env}, step {step}: the rollout is refused "
             "before anything is trained on it. Terminate a state that diverges, or report a reward that could not be "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -128,11 +129,14 @@ class PPOLoss(LossMixin, ClipPPOLoss):
         )
         if not isinstance(clip_value, bool) and clip_value is not None:
             require(self, "clip_value", clip_value, clip_value > 0, "True, False, None or a positive range")
-        if isinstance(clip_epsilon, (tuple, list)) and clip_value is True:
-            clip_value = min(clip_epsilon, default=0.0) or None
         if isinstance(clip_epsilon, (int, float)):
             wanted = "in (0, 1) or, for a wider upper range, as a pair (low, high)"
             require(self, "clip_epsilon", clip_epsilon, 0 < clip_epsilon < 1, wanted)
+        elif isinstance(clip_epsilon, (tuple, list)):
+            good = len(clip_epsilon) == 2 and 0 < clip_epsilon[0] < 1 and 0 < clip_epsilon[1] < math.inf
+            require(self, "clip_epsilon", clip_epsilon, good, "as a pair (low, high) with 0 < low < 1 and 0 < high")
+            if clip_value is True:
+                clip_value = min(clip_epsilon)
         if kwargs.get("separate_losses") and kwargs.get("functional") is False:
             raise ValueError(
                 "separate_losses=True needs functional=True. Without it the value loss would train a shared trunk."
@@ -263,7 +267,8 @@ class PPOLoss(LossMixin, ClipPPOLoss):
         names, advice = self.tensor_keys, ""
         if self._estimator_keys():
             held = set(batch.keys(include_nested=True))
-            needed = [unravel_key(("next", key)) for key in (*self.critic_network.in_keys, names.reward, names.done)]
+            needed = [unravel_key(key) for key in self.critic_network.in_keys]
+            needed += [unravel_key(("next", key)) for key in (*needed, names.reward, names.done)]
             absent = [key for key in needed if key not in held]
             in_time = batch.ndim > 1 or "time" in batch.names or self._keyword_call
             if in_time and not absent:

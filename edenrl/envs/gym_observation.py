@@ -12,6 +12,7 @@ from gymnasium.vector import SyncVectorEnv, VectorEnv
 from torch import Tensor
 from torch.nn.functional import one_hot
 from torchrl.data import Bounded, Composite, TensorSpec, Unbounded
+from torchrl.data.utils import numpy_to_torch_dtype_dict
 
 from edenrl.envs.observations import check_group_names, leaf_spaces
 
@@ -26,7 +27,8 @@ class GymObservation:
 
     | space of one environment | group |
     |---|---|
-    | ``Box`` with at most one dimension, ``MultiBinary`` | ``[N, d]`` float32, integers too |
+    | ``Box`` with at most one dimension | ``[N, d]`` float32, integers too |
+    | ``MultiBinary`` | ``[N, *shape]`` float32 |
     | ``Box`` with more dimensions, such as an image | ``[N, *shape]`` in its own type; float64 becomes float32 |
     | ``Discrete``, ``MultiDiscrete`` | ``[N, d]`` float32, one-hot, one block per number |
 
@@ -34,7 +36,8 @@ class GymObservation:
         env: the vector environment, with ``N`` environments.
 
     Raises:
-        ValueError: a space of another kind, or a group whose name is taken.
+        ValueError: a space of another kind, a type that TorchRL does not know, such as uint16, or a group whose name
+            is taken.
 
     Examples:
         >>> import gymnasium
@@ -91,6 +94,11 @@ class _Entry:
                 "MultiBinary or a Dict of these. Convert it with a gymnasium wrapper first, for example "
                 "FlattenObservation."
             )
+        if self.space.dtype not in numpy_to_torch_dtype_dict:
+            raise ValueError(
+                f"The observation {name!r} is {self.space.dtype}, which TorchRL does not know. Convert it first, for "
+                "example with gymnasium.wrappers.DtypeObservation(env, np.float32)."
+            )
 
     def spec(self, num_envs: int, device: torch.device) -> TensorSpec:
         if isinstance(self.space, (spaces.Discrete, spaces.MultiDiscrete)):
@@ -124,7 +132,7 @@ class _Entry:
     @property
     def _dtype(self) -> torch.dtype:
         """Vectors are what networks read; images keep their bytes until a policy converts them."""
-        is_image = len(self.space.shape or ()) > 1
+        is_image = isinstance(self.space, spaces.Box) and len(self.space.shape) > 1
         if not is_image or np.issubdtype(self.space.dtype, np.floating):
             return torch.float32
         return torch.from_numpy(np.empty(0, self.space.dtype)).dtype

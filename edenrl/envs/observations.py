@@ -39,6 +39,7 @@ RESERVED_NAMES = BESIDE_GROUPS | {
     "action_log_prob",
     "loc",
     "logits",
+    "pre_squash_action",
     "scale",
     "student_action",
     "teacher_action",

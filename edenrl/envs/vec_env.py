@@ -8,6 +8,7 @@ from functools import partial
 from numbers import Real
 from typing import Any
 
+import numpy as np
 import torch
 from gymnasium import spaces
 from tensordict import TensorDict, TensorDictBase
@@ -150,6 +151,8 @@ class VecEnvAdapter(SelfResettingEnv):
 
     def _read_extras(self, extras: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in _log_of(extras).items():
+            if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+                value = torch.tensor(value.astype(np.float64))
             if isinstance(value, Tensor) and value.numel():
                 self._report(name, value.to(self.device, self._float).mean())
             elif isinstance(value, Real):

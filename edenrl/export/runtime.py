@@ -108,8 +108,13 @@ class _Stack:
         elif self.frames is not None:
             self.fresh[rows] = True
 
-    def push(self, frame: np.ndarray) -> np.ndarray:
-        """Adds the frames ``[batch, width]`` of one control step and returns the stacks ``[batch, frames * width]``."""
+    def check(self, frame: np.ndarray) -> None:
+        """Raises for frames that ``push`` cannot add."""
+        if frame.ndim != 2:
+            raise ValueError(
+                f"Frames of {self.key!r} have the shape {frame.shape}; expected [{self.width}] or "
+                f"[batch, {self.width}]."
+            )
         if frame.shape[-1] != self.width:
             raise ValueError(f"A frame of {self.key!r} has {self.width} features; {frame.shape[-1]} were given.")
         if self.history["at_reset"] is None:
@@ -117,15 +122,24 @@ class _Stack:
                 f"The spec does not say how the history of {self.key!r} begins (at_reset is null). Stack its "
                 f"{self.history['frames']} frames yourself, {_words(self.history['order'])}, as the training did."
             )
-        count = self.history["frames"]
-        if self.frames is None:
-            self.frames = np.zeros((len(frame), count, self.width), np.float32)
-            self.fresh = np.ones(len(frame), np.bool_)
-        if len(frame) != len(self.frames):
+        if self.frames is not None and len(frame) != len(self.frames):
             raise ValueError(
                 f"{len(frame)} frames were given and the history of {self.key!r} has {len(self.frames)} rows. Call "
                 "reset() before the number of rows changes."
             )
+        if not (finite := np.isfinite(frame)).all():
+            row, feature = np.argwhere(~finite)[0].tolist()
+            raise ValueError(
+                f"The frame of {self.key!r} is not finite: in row {row} feature [{feature}] is {frame[row, feature]}. "
+                "No history was changed."
+            )
+
+    def push(self, frame: np.ndarray) -> np.ndarray:
+        """Adds the frames ``[batch, width]`` of one control step and returns the stacks ``[batch, frames * width]``."""
+        count = self.history["frames"]
+        if self.frames is None:
+            self.frames = np.zeros((len(frame), count, self.width), np.float32)
+            self.fresh = np.ones(len(frame), np.bool_)
         self.frames = np.concatenate([self.frames[:, 1:], frame[:, None]], 1)
         before = frame[self.fresh, None] if self.history["at_reset"] == "repeat" else 0.0
         self.frames[self.fresh, : count - 1] = before
@@ -199,19 +213,23 @@ class RuntimePolicy:
 
         Raises:
             KeyError: if a group or a frame is missing.
-            ValueError: for a frame of another width, another number of rows than before, or a spec that does not say
-                how a history begins.
+            ValueError: for a frame of another width or that is not finite, another number of rows than before, or a
+                spec that does not say how a history begins. The histories are then as before.
         """
         out = {key: np.asarray(frames[key], np.float32) for key in self.groups if key in frames}
+        self._require_groups({**out, **self._stacks})
+        newest: dict[str, np.ndarray] = {}
         for key, stack in self._stacks.items():
             source = key if key in frames else stack.history["frame_of"]
             if source not in frames:
                 names = " or ".join(repr(name) for name in (key, stack.history["frame_of"]) if name is not None)
                 raise KeyError(f"The history {key!r} needs a frame under {names}; {sorted(frames)} were given.")
-            frame = np.asarray(frames[source], np.float32)
-            stacked = stack.push(np.atleast_2d(frame))
+            newest[key] = np.asarray(frames[source], np.float32)
+            stack.check(np.atleast_2d(newest[key]))
+        # Only now, so that a frame that is refused changes no history.
+        for key, frame in newest.items():
+            stacked = self._stacks[key].push(np.atleast_2d(frame))
             out[key] = stacked[0] if frame.ndim == 1 else stacked
-        self._require_groups(out)
         return out
 
     def __call__(self, obs: Any) -> np.ndarray:

@@ -187,7 +187,9 @@ def tanh_bounds(action_spec: TensorSpec | int, advice: str) -> dict[str, Tensor]
         )
     low, high = action_spec.space.low, action_spec.space.high
     bounds = list(zip(low.flatten().tolist(), high.flatten().tolist(), strict=True))
-    wrong = [i for i, (least, most) in enumerate(bounds) if not (math.isfinite(most - least) and least < most)]
+    # In the precision of the actions, in which the width of a box such as [-3e38, 3e38] is infinite.
+    widths = (high - low).flatten().tolist()
+    wrong = [i for i, width in enumerate(widths) if not (math.isfinite(width) and width > 0)]
     if wrong:
         found = ", ".join(f"component {i} has [{bounds[i][0]:g}, {bounds[i][1]:g}]" for i in wrong)
         raise ValueError(

@@ -12,7 +12,7 @@ from torch import Tensor
 __all__ = ["refuse_nonfinite"]
 
 # Squared by a loss, anything larger overflows float32.
-_LARGEST = 1e18
+LARGEST = 1e18
 
 
 def refuse_nonfinite(
@@ -51,7 +51,7 @@ def refuse_nonfinite(
     if not floats:
         return
     # Comparisons with NaN are false, so one reduction covers NaN, infinity and overflow.
-    good = [entry.abs().amax() < _LARGEST for entry in floats.values()]
+    good = [entry.abs().amax() < LARGEST for entry in floats.values()]
     if bool(torch.stack(good).all()):
         return
     if time_axis is None and data.ndim > 1:
@@ -60,7 +60,7 @@ def refuse_nonfinite(
         time_axis %= data.ndim
     found = []
     for order, (key, entry) in enumerate(floats.items()):
-        poisons = ~(entry.abs() < _LARGEST)
+        poisons = ~(entry.abs() < LARGEST)
         if absent is not None and key in absent:
             poisons &= ~(entry.isnan() & expand_as_right(absent[key], entry))
         bad = poisons.nonzero()

@@ -424,6 +424,12 @@ def spinning(length, flip=()):
     return np.concatenate([np.linspace(0, 1, length)[:, None], q], -1).astype(np.float32)
 
 
+@pytest.mark.parametrize("shape", [(0, 4), (0,)])
+def test_a_file_may_say_that_it_has_no_quaternions(tmp_path, shape):
+    motion = MotionDataset(bundle(tmp_path / "a.npz", spinning(40), quaternions=np.zeros(shape, int)), 3)
+    assert motion.sample(4).shape == (4, 3, 5)
+
+
 def test_blended_quaternions_have_unit_norm_whatever_their_signs(tmp_path):
     columns = np.array([[1, 2, 3, 4]])
     plain = MotionDataset(bundle(tmp_path / "a.npz", spinning(40), quaternions=columns), 3)

@@ -21,7 +21,7 @@ from torchrl.envs.utils import check_env_specs
 from edenrl.collectors import Collector
 from edenrl.envs import GymVectorEnv, LearningEnvAdapter, PointMass, VecEnvAdapter, as_vec_env, make_gym_env, wrap_env
 from edenrl.envs.observations import RESERVED_NAMES
-from edenrl.modules import make_actor, observation_groups
+from edenrl.modules import flash_actor, gaussian_actor, make_actor, observation_groups
 
 
 class Counts(gymnasium.Env):
@@ -117,6 +117,9 @@ def test_everything_that_policies_and_collection_write_is_on_the_list() -> None:
         data = next(iter(Collector(wrap_env(env), actor, frames_per_batch=8, total_frames=-1)))
         assert set(data.keys()) - RESERVED_NAMES == {"observation"}
         assert set(actor.out_keys) <= RESERVED_NAMES
+    bounds = Bounded(-1.0, 1.0, (2,))
+    assert set(gaussian_actor({"x": 3}, bounds, squash=True).out_keys) <= RESERVED_NAMES
+    assert set(flash_actor({"x": 3}, bounds).out_keys) <= RESERVED_NAMES
 
 
 class Own(EnvBase):
@@ -229,6 +232,24 @@ def test_images_keep_shape_and_type_and_one_warning_says_that_networks_leave_the
         warnings.simplefilter("error")
         observation_groups(env.observation_spec, ["x"])
         observation_groups(VecEnvAdapter(as_vec_env(PointMass(2))).observation_spec)
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (3, 1, 2)])
+@pytest.mark.parametrize("num_envs", [1, 3])
+def test_flags_of_several_dimensions_are_float32_as_their_spec_says(shape: tuple[int, ...], num_envs: int) -> None:
+    env = gym_env(spaces.MultiBinary(shape), num_envs)
+    check_env_specs(env)
+    data = env.rollout(2)
+    assert data["observation"].dtype == torch.float32 and data["observation"].shape == (num_envs, 2, *shape)
+    assert data["next", "observation"][:, 0].eq(1).all()
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.uint32, np.uint64])
+@pytest.mark.parametrize("shape", [(3,), (4, 6)])
+def test_types_that_torchrl_does_not_know_are_refused_by_name(dtype: type, shape: tuple[int, ...]) -> None:
+    space = spaces.Dict(camera=spaces.Dict(depth=spaces.Box(0, 60000, shape, dtype)))
+    with pytest.raises(ValueError, match=f"observation 'camera.depth' is {dtype.__name__}.*DtypeObservation"):
+        gym_env(space)
 
 
 def test_a_nested_spec_of_ones_own_environment_is_not_left_out_in_silence() -> None:

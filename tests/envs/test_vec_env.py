@@ -285,6 +285,16 @@ def test_the_log_reaches_the_metrics_of_a_rollout() -> None:
     assert metrics["episode/new"].item() == 1.0
 
 
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(np.array([1.0, 2.0, 6.0]), 3.0), (np.array(1.5), 1.5), (np.array([True, False]), 0.5), (np.float32(2), 2.0)],
+)
+def test_numbers_of_numpy_are_metrics_too(value: Any, expected: float) -> None:
+    data = collect(ScriptedVecEnv(extras={"log": {"level": value, "none": np.zeros(0), "text": np.array("a")}}))
+    assert rollout_metrics(data)["episode/level"].item() == expected
+    assert list(data["next", "metrics"].keys()) == ["level"]
+
+
 class LateLog(ScriptedVecEnv):
     """Logs `late` from step `first` on, its number then; row i ends every `lengths[i]` steps."""
 

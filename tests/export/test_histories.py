@@ -217,6 +217,31 @@ def test_the_runtime_stacks_newest_first(tmp_path):
         runtime(frames[0])
 
 
+@pytest.mark.parametrize(("frames", "rows"), [(3, 1), (5, 2)])
+def test_a_frame_that_is_refused_changes_no_history(tmp_path, frames, rows):
+    env = stacked(stacked(PointMass(2, max_steps=5), frames, "observation", "stack"), 2, "observation", "short")
+    policy = gaussian_actor({"stack": 14 * frames, "short": 28, "observation": 14}, 2, hidden=(8,))
+    runtime = exported(policy, env, tmp_path)
+    good = [np.full((rows, 14), number, np.float32) for number in range(1, 4)]
+    expected = [runtime.observe({"observation": frame}) for frame in good]
+    runtime.reset()
+    bad = good[0].copy()
+    bad[-1, 3] = np.nan
+    refused = [
+        ({"observation": bad}, ValueError, rf"frame of 'stack' is not finite: in row {rows - 1} feature \[3\] is nan"),
+        ({"stack": good[0], "short": good[0]}, KeyError, r"\['observation'\] were not given"),
+        ({"stack": good[0], "observation": good[0][:, 1:]}, ValueError, "'short' has 14 features; 13 were given"),
+        ({"observation": good[0][:, None]}, ValueError, rf"have the shape \({rows}, 1, 14\)"),
+    ]
+    for frame, wanted in zip(good, expected, strict=True):
+        for given, error, message in refused:
+            with pytest.raises(error, match=message):
+                runtime.observe(given)
+        found = runtime.observe({"observation": frame})
+        for key, value in wanted.items():
+            np.testing.assert_array_equal(found[key], value)
+
+
 def test_an_order_that_only_the_policy_knows_is_stated_without_a_beginning(tmp_path):
     layout = HIMLayout(frame=5, frames=2, order="newest_first")
     runtime = exported(him_actor(layout, 2, history="observation", hidden=(8,)), Silent(2), tmp_path)

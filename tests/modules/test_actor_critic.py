@@ -248,3 +248,12 @@ def test_distribution_stays_in_float32_under_autocast():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out = actor(td)
     assert out["loc"].dtype == out["action_log_prob"].dtype == torch.float32
+
+
+@pytest.mark.parametrize(("width", "edge"), [(1, 3e38), (4, 2e38)])
+def test_a_box_whose_width_overflows_has_no_finite_bounds(width, edge):
+    bounds = Bounded(-edge, edge, (width,))
+    with pytest.raises(ValueError, match="finite action bounds with low < high; component 0 has"):
+        gaussian_actor({"observation": 3}, bounds, squash=True)
+    actor = gaussian_actor({"observation": 3}, Bounded(-edge / 4, edge / 4, (width,)), squash=True)
+    assert actor(TensorDict(observation=torch.randn(5, 3), batch_size=[5]))["action"].isfinite().all()

@@ -415,6 +415,18 @@ def test_next_observations_that_do_not_follow_are_valued_on_their_own(share, see
         torch.testing.assert_close(target, expected["value_target"])
 
 
+@pytest.mark.parametrize(("gamma", "lmbda"), [(0.9, 0.0), (0.0, 0.7), (0.0, 0.0)])
+@pytest.mark.parametrize(("shape", "time_first"), [((3, 9), False), ((1, 6), True)])
+def test_value_targets_without_a_trace_are_those_of_one_step(gamma, lmbda, shape, time_first):
+    td, critic = mismatched(0.3, 5, shape, time_first)
+    gae = GAE(gamma=gamma, lmbda=lmbda, value_network=critic)
+    going_on = (~td["next", "terminated"]).float()
+    expected = td["next", "reward"] + gamma * going_on * critic(td["next"].clone())["state_value"]
+    torch.testing.assert_close(gae.value_estimate(td), expected)
+    assert "advantage" not in td.keys()
+    torch.testing.assert_close(gae(td)["value_target"], expected)
+
+
 def test_only_the_entries_that_differ_cost_a_second_pass():
     td, _ = random_rollout(shape=(4, 10))
     for name in ("terminated", "truncated", "done"):

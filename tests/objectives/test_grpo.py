@@ -274,6 +274,10 @@ def test_wrong_rollouts_are_refused():
         estimator(True)(rollout)
     with pytest.raises(ValueError, match=r"\('next', 'reward'\) holds -inf at env 2, step 0"):
         estimator(True)(bandit(0.0, 0.0, float("-inf"), 0.0))
+    for value in (1e18, -1e20, 3e38):  # their squares overflow: every advantage would be 0
+        with pytest.raises(ValueError, match=r"\('next', 'reward'\) holds .* at env 1, step 0"):
+            estimator(True)(bandit(0.0, value, 4.0, 0.0))
+    assert estimator(True)(bandit(0.0, 1e17, 4.0, 0.0))["advantage"].abs().max() > 1.0
     with pytest.raises(ValueError, match=r"contains a NaN reward \(4 of them\): nothing is left"):
         estimator(True)(bandit(*[float("nan")] * 4))
 

@@ -1,5 +1,7 @@
 """PPOLoss against rsl_rl's numbers, by hand, and inside TorchRL's own trainer."""
 
+import math
+
 import pytest
 import torch
 from tensordict import TensorDict
@@ -501,6 +503,22 @@ def test_a_pair_of_clip_ranges_clips_values_by_the_smaller(pair):
     td["state_value"] += 1.0
     expected = PPOLoss(actor, critic, clip_value=min(pair))(td)["loss_critic"]
     assert torch.equal(PPOLoss(actor, critic, clip_epsilon=pair)(td)["loss_critic"], expected)
+
+
+@pytest.mark.parametrize(
+    "pair", [(0.2, math.nan), (math.nan, 0.2), (0, 0), [0.2, 0], (1, 2), (-0.1, 0.2), (0.1, math.inf), (0.1,), ()]
+)
+def test_a_pair_of_clip_ranges_out_of_range_is_refused(pair):
+    with pytest.raises(ValueError, match=r"PPOLoss needs clip_epsilon as a pair \(low, high\) with 0 < low < 1"):
+        PPOLoss(*parts(), clip_epsilon=pair)
+
+
+@pytest.mark.parametrize("shape", [(4, 5), (1, 3)])
+def test_a_rollout_without_what_the_critic_reads_is_refused_by_name(shape):
+    actor, critic = parts()
+    td = collected(actor, shape).exclude("observation")
+    with pytest.raises(KeyError, match=r"no 'advantage'.*this batch lacks \['observation'\]"):
+        PPOLoss(actor, critic)(td)
 
 
 @pytest.mark.parametrize("agents", [1, 4])
