@@ -148,6 +148,12 @@ class RunConfig(Config):
         """Environment steps per iteration, summed over all environments of one process."""
         return self.env.num_envs * int(self._of_algorithm("steps_per_env", 1))
 
+    @property
+    def action_bound_scale(self) -> float | None:
+        """Half the width of the action box for environments that declare none; None: they stay without one."""
+        scale: float | None = self._of_algorithm("action_bound_scale")
+        return scale
+
     def num_iterations(self, processes: int = 1) -> int:
         """Iterations of the whole run, from ``algorithm.updates`` if it is set, otherwise from ``total_frames``.
 

@@ -23,6 +23,7 @@ __all__ = [
     "FreshTensors",
     "action_box",
     "action_saturation",
+    "bound_actions",
     "wrap_env",
 ]
 
@@ -199,15 +200,60 @@ def action_box(env: EnvBase) -> tuple[Tensor, Tensor] | None:
         >>> action_box(wrap_env(PointMass(3)))
         (tensor([-1., -1.]), tensor([1., 1.]))
     """
-    while isinstance(env, TransformedEnv):
-        env = env.base_env
-    spec = env.action_spec_unbatched
+    spec = _innermost(env).action_spec_unbatched
     if not isinstance(spec, Bounded) or not spec.dtype.is_floating_point:
         return None
     low, high = spec.space.low, spec.space.high
     if not (low.isfinite().any() or high.isfinite().any()):
         return None
     return low.clone(), high.clone()
+
+
+def bound_actions(env: EnvBase, scale: float) -> EnvBase:
+    """Declares the action box ``[-scale, scale]``, in place, where an environment declares no bound at all.
+
+    Policies that end in a tanh need a box, and many simulators (mjlab, most environments in the style of rsl_rl)
+    declare none. An environment with any bound keeps its own, and so do discrete actions. Nothing is clipped.
+
+    Args:
+        env: An environment, transformed or not.
+        scale: Half the width of the box, in the environment's units.
+
+    Returns:
+        The same environment.
+
+    Raises:
+        ValueError: ``scale`` is not finite or not positive.
+
+    Examples:
+        >>> from edenrl.envs import PointMass, action_box, bound_actions
+        >>> from torchrl.data import Unbounded
+        >>> env = PointMass(3)
+        >>> env.action_spec = Unbounded((3, 2))
+        >>> action_box(bound_actions(env, 0.5))
+        (tensor([-0.5000, -0.5000]), tensor([0.5000, 0.5000]))
+    """
+    if not 0 < scale < float("inf"):
+        raise ValueError(f"bound_actions was given scale={scale}; expected a finite number greater than zero.")
+    inner = _innermost(env)
+    spec = inner.action_spec
+    if action_box(env) is not None or not isinstance(spec, Bounded | Unbounded) or not spec.dtype.is_floating_point:
+        return env
+    specs = inner.full_action_spec.clone()
+    specs[inner.action_key] = Bounded(-scale, scale, spec.shape, device=spec.device, dtype=spec.dtype)
+    inner.full_action_spec = specs
+    outer = env
+    while isinstance(outer, TransformedEnv):
+        outer.empty_cache()  # it remembers the specs
+        outer = outer.base_env
+    return env
+
+
+def _innermost(env: EnvBase) -> EnvBase:
+    """The environment inside all transforms."""
+    while isinstance(env, TransformedEnv):
+        env = env.base_env
+    return env
 
 
 def action_saturation(action: Tensor, box: tuple[Tensor, Tensor]) -> Tensor:
@@ -273,9 +319,7 @@ def wrap_env(env: EnvBase, *, action_mode: ActionMode = "clip", reward_scale: fl
             f"low={box[0].tolist()}, high={box[1].tolist()}. Use 'clip' or 'squash' to keep them inside.",
             stacklevel=2,
         )
-    inner = env
-    while isinstance(inner, TransformedEnv):
-        inner = inner.base_env
+    inner = _innermost(env)
     # An environment's own private entries stay between it and TorchRL.
     groups = [name for name in env.observation_spec.keys() if name not in BESIDE_GROUPS and not name.startswith("_")]
     check_group_names(type(inner).__name__, groups)

@@ -20,6 +20,7 @@ from edenrl.envs import (
     PointMass,
     action_box,
     action_saturation,
+    bound_actions,
     make_gym_env,
     wrap_env,
 )
@@ -148,6 +149,47 @@ def test_action_box() -> None:
     unbounded = Echo()
     unbounded.action_spec = Unbounded((2, 2))
     assert action_box(unbounded) is None
+
+
+class NoBox(Echo):
+    """Echo that declares no action box."""
+
+    def __init__(self, num_envs: int = 3) -> None:
+        super().__init__(num_envs)
+        self.action_spec = Unbounded((num_envs, 2))
+
+
+@pytest.mark.parametrize("scale", [0.5, 3.0])
+@pytest.mark.parametrize(
+    "build",
+    [
+        NoBox,
+        lambda: TransformedEnv(NoBox(), RewardSum()),
+        lambda: TransformedEnv(TransformedEnv(NoBox(), RewardSum()), StepCounter(), auto_unwrap=False),
+        lambda: SerialEnv(2, lambda: NoBox(1)),
+    ],
+)
+def test_a_box_for_those_that_declare_none(build: type, scale: float) -> None:
+    env = build()
+    _ = env.rollout(2)["action"]  # fills the caches of the specs
+    assert bound_actions(env, scale) is env
+    for stage in (env, wrap_env(env, action_mode="squash")):
+        box = action_box(stage)
+        assert box is not None
+        assert box[0].tolist() == [-scale] * 2 and box[1].tolist() == [scale] * 2
+        assert isinstance(stage.action_spec_unbatched, Bounded)
+        assert stage.rollout(3)["action"].abs().max() <= scale
+    check_env_specs(env)
+
+
+def test_declared_boxes_and_discrete_actions_stay() -> None:
+    half_open = Echo()
+    half_open.action_spec = Bounded(-1.0, torch.inf, (2, 2))
+    for env in (Echo(), half_open, discrete()):
+        before = env.action_spec
+        assert bound_actions(env, 3.0).action_spec == before
+    with pytest.raises(ValueError, match="scale=0"):
+        bound_actions(NoBox(), 0.0)
 
 
 def test_refusals() -> None:
