@@ -55,6 +55,12 @@ class EnvConfig(Config):
     """Factor on the reward that the learner sees. Evaluation reports the unscaled return."""
     action_mode: Literal["clip", "squash", "none"] = "clip"
     """How actions are kept within their bounds: clipped, squashed by a tanh, or not at all."""
+    clip_actions: Positive | None = None
+    """Largest magnitude of an action that the environment gets, with bounds or without. None: no such clip."""
+
+    def action_options(self) -> dict[str, Any]:
+        """Options of ``edenrl.envs.wrap_env`` that say what happens to actions."""
+        return self.pick("action_mode", "clip_actions")
 
 
 class EvaluationConfig(Config):

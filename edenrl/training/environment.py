@@ -151,7 +151,7 @@ def _with_box(env: EnvBase, scale: float | None) -> EnvBase:
 
 def _worker_env(env: EnvConfig, scale: float | None, num_envs: int, seed: int, worker: int) -> EnvBase:
     built = _with_box(_build(env, num_envs, "cpu", spawn_seeds(seed, worker + 1)[worker]), scale)
-    return wrap_env(built, action_mode=env.action_mode, reward_scale=env.reward_scale)
+    return wrap_env(built, reward_scale=env.reward_scale, **env.action_options())
 
 
 def collector_options(cfg: RunConfig) -> dict[str, Any]:
@@ -197,6 +197,6 @@ def evaluate_run(
 
     def make(rows: int) -> EnvBase:
         built = _with_box(_build(env, rows, device, seed), cfg.action_bound_scale)
-        return append_primers(wrap_env(built, action_mode=env.action_mode), policy)
+        return append_primers(wrap_env(built, **env.action_options()), policy)
 
     return evaluate(policy, make, cfg.evaluation.num_episodes if num_episodes is None else num_episodes)

@@ -14,6 +14,7 @@ from torchrl.envs.utils import check_env_specs
 from torchrl.modules import IndependentNormal, ProbabilisticActor
 
 from edenrl.envs import (
+    ActionMode,
     ClipAction,
     FillFinalObservation,
     FreshTensors,
@@ -180,6 +181,41 @@ def test_a_box_for_those_that_declare_none(build: type, scale: float) -> None:
         assert isinstance(stage.action_spec_unbatched, Bounded)
         assert stage.rollout(3)["action"].abs().max() <= scale
     check_env_specs(env)
+
+
+@pytest.mark.parametrize("limit", [0.5, 3.0, 100])
+@pytest.mark.parametrize("mode", ["clip", "squash", "none"])
+@pytest.mark.parametrize("build", [Echo, NoBox])
+def test_actions_are_clipped_by_number(build: type, mode: ActionMode, limit: float) -> None:
+    """In every mode, with a box and without; the box of "clip" comes last. The data keeps the raw sample."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        env = wrap_env(build(3), action_mode=mode, clip_actions=limit)
+    check_env_specs(env)
+    data = env.rollout(10, gaussian_actor(2.0), break_when_any_done=False)
+    normal = torch.distributions.Normal(data["loc"], data["scale"])
+    assert torch.allclose(data["action_log_prob"], normal.log_prob(data["action"]).sum(-1))
+    applied = data["action"].clamp(-limit, limit)
+    bounds = torch.full((2,), -limit), torch.full((2,), float(limit))
+    if build is Echo:
+        low, high = torch.tensor([-2.0, 0.0]), torch.tensor([5.0, 1.0])
+        applied = applied.clamp(low, high) if mode == "clip" else applied
+        bounds = bounds[0].clamp(low, high), bounds[1].clamp(low, high)
+    assert torch.equal(data["next", "observation"], applied)
+    assert (data["action"].abs() > 0.5).any()
+    box = action_box(env)
+    assert box is not None
+    assert torch.equal(torch.stack(box), torch.stack(bounds))
+
+
+def test_a_numeric_clip_needs_a_positive_number_and_a_continuous_action() -> None:
+    for limit in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="limit="):
+            ClipAction(limit=limit)
+    with pytest.raises(ValueError, match=r"clip_actions=1.0 .* no continuous action"):
+        wrap_env(discrete(), clip_actions=1.0)
+    with pytest.raises(TypeError, match=r"ClipAction\(limit=1.0\)"):
+        _ = TransformedEnv(discrete(), ClipAction(limit=1)).action_spec
 
 
 def test_declared_boxes_and_discrete_actions_stay() -> None:
