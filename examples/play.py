@@ -86,7 +86,7 @@ def main(argv=None):
     contract = env.policy_contract() if hasattr(env, "policy_contract") else {}
     dt = contract.get("rate", {}).get("control_dt") or 0.02
     every = max(1, round(0.04 / dt))  # about 25 frames a second
-    wrapped, frames = append_primers(wrap_env(env, action_mode=cfg.env.action_mode), policy), []
+    wrapped, frames = append_primers(wrap_env(env, **cfg.env.action_options()), policy), []
     td = wrapped.reset()
     with torch.no_grad(), set_exploration_type(ExplorationType.DETERMINISTIC):
         for step in range(max(1, round(args.seconds / dt))):

@@ -5,6 +5,7 @@ The policy runs in onnxruntime, as on a robot: what it needs is in policy_spec.j
 
 import argparse
 
+import numpy as np
 import torch
 from evaluate import env_arguments
 from torchrl.envs import InitTracker, TransformedEnv
@@ -13,6 +14,15 @@ from edenrl.envs import action_box, make_env, wrap_env
 from edenrl.export import load_policy
 from edenrl.modules import DepthRefresh
 from edenrl.training import evaluate, format_table, run_script
+
+
+def action_limits(policy):
+    """The bounds, low and high, that the spec clips actions to; infinite where it does not."""
+    actions = policy.spec["actions"]
+    if not actions["clip"]:
+        return -np.inf, np.inf
+    low = [-np.inf if bound is None else bound for bound in actions["low"]]
+    return low, [np.inf if bound is None else bound for bound in actions["high"]]
 
 
 def check_groups(policy, env):
@@ -43,6 +53,8 @@ def main(argv=None):
         raise ValueError("The spec names no task; say which environment to play with --env.")
     kwargs = (provenance.get("task_kwargs", {}) if name == provenance["task"] else {}) | args.kwargs
 
+    low, high = action_limits(policy)
+
     def make(rows):
         env = make_env(name, rows, seed=args.seed, **kwargs)
         if "depth_new" in policy.groups and hasattr(env, "depth_interval"):  # tells a depth student of new images
@@ -54,7 +66,7 @@ def main(argv=None):
     def act(td):
         policy.reset(td["is_init"].flatten().numpy())  # zeroes the state of episodes that begin
         actions = policy({key: td[key].flatten(1).numpy() for key in policy.groups})
-        return td.set("action", torch.from_numpy(actions))
+        return td.set("action", torch.from_numpy(actions.clip(low, high).astype(actions.dtype)))
 
     policy.reset()
     result, latency = evaluate(act, make, args.episodes), policy.latency()

@@ -47,8 +47,8 @@ class APGLoss(LossMixin, LossModule):
         reduction: "mean" (default) or "sum" over environments, or "none": one value per environment, ``[*batch]``.
 
     Raises:
-        ValueError: for a setting out of range, rewards that are not ``[*batch, T, 1]`` or carry no gradient, or a
-            policy without a distribution.
+        ValueError: for a setting out of range, a rollout without any step, rewards that are not ``[*batch, T, 1]`` or
+            carry no gradient, or a policy without a distribution.
 
     Source: the differentiable trainer of EmbodiChain, which sums rewards over time but averages the entropy; here both
     are sums.
@@ -120,6 +120,11 @@ class APGLoss(LossMixin, LossModule):
             raise ValueError(
                 f"APGLoss needs rollouts [*batch, T] with one reward and one done flag a step: expected shape "
                 f"{(*tensordict.batch_size, 1)}, got {tuple(reward.shape)} and {tuple(done.shape)}."
+            )
+        if reward.numel() == 0:
+            raise ValueError(
+                f"APGLoss was given a rollout with no step: its batch size [*batch, T] is {[*tensordict.batch_size]}. "
+                "Collect at least one step of one environment."
             )
         if torch.is_grad_enabled() and not reward.requires_grad:
             raise ValueError(

@@ -100,6 +100,7 @@ def test_run_defaults() -> None:
             "vectorization": "sync",
             "reward_scale": 1.0,
             "action_mode": "clip",
+            "clip_actions": None,
         },
         "evaluation": {
             "num_episodes": 20,

@@ -52,6 +52,8 @@ class FlashSACConfig(Config):
     """Action standard deviation (actions in [-1, 1]) whose entropy is the target of the temperature."""
     target_entropy: float | None = None
     """Target entropy of the temperature, in nats. None: computed from target_sigma."""
+    action_bound_scale: Positive = 1.0
+    """Half the width of the action box [-x, x] of an environment that declares no bounds. Others keep their own."""
     bc_coeff: NonNegative = 0.0
     """Weight of the loss that pulls the actor to the actions in the buffer. 0 turns it off."""
     normalize_rewards: bool = True
@@ -160,7 +162,8 @@ class FlashSACConfig(Config):
 class FlashSACRunConfig(RunConfig):
     """FlashSAC. The run directory receives checkpoints, a config.json and a table of metrics.
 
-    Give the length of the run in environment steps or in iterations. The policy always stays within the action bounds.
+    Give the length of the run in environment steps or in iterations. The policy always stays within the action bounds:
+    the environment's own, or those of algorithm.action_bound_scale.
     """
 
     total_frames: Count | None = None  # type: ignore[assignment]

@@ -55,6 +55,12 @@ class EnvConfig(Config):
     """Factor on the reward that the learner sees. Evaluation reports the unscaled return."""
     action_mode: Literal["clip", "squash", "none"] = "clip"
     """How actions are kept within their bounds: clipped, squashed by a tanh, or not at all."""
+    clip_actions: Positive | None = None
+    """Largest magnitude of an action that the environment gets, with bounds or without. None: no such clip."""
+
+    def action_options(self) -> dict[str, Any]:
+        """Options of ``edenrl.envs.wrap_env`` that say what happens to actions."""
+        return self.pick("action_mode", "clip_actions")
 
 
 class EvaluationConfig(Config):
@@ -147,6 +153,12 @@ class RunConfig(Config):
     def frames_per_rollout(self) -> int:
         """Environment steps per iteration, summed over all environments of one process."""
         return self.env.num_envs * int(self._of_algorithm("steps_per_env", 1))
+
+    @property
+    def action_bound_scale(self) -> float | None:
+        """Half the width of the action box for environments that declare none; None: they stay without one."""
+        scale: float | None = self._of_algorithm("action_bound_scale")
+        return scale
 
     def num_iterations(self, processes: int = 1) -> int:
         """Iterations of the whole run, from ``algorithm.updates`` if it is set, otherwise from ``total_frames``.

@@ -22,6 +22,7 @@ from edenrl.envs.transforms import (
     FreshTensors,
     action_box,
     action_saturation,
+    bound_actions,
     wrap_env,
 )
 from edenrl.envs.vec_env import VecEnvAdapter
@@ -54,6 +55,7 @@ __all__ = [
     "action_saturation",
     "as_vec_env",
     "assert_same_start",
+    "bound_actions",
     "make_env",
     "make_gym_env",
     "register_env",

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
+import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
@@ -32,11 +33,11 @@ class RolloutPlan:
 
     Args:
         num_steps: Control steps of the rollout, at least 1.
-        objective_scale: Factor on the objective, a number or ``[N]``, one per environment. Default 1.
+        objective_scale: Factor on the objective, finite, a number or ``[N]``, one per environment. Default 1.
         metadata: Labels of the rollout, logged as numbers. Default: none.
 
     Raises:
-        ValueError: ``num_steps`` below 1.
+        ValueError: ``num_steps`` below 1, or an ``objective_scale`` that is NaN or infinite.
 
     Examples:
         >>> RolloutPlan(num_steps=50, metadata={"level": 2}).objective_scale
@@ -50,6 +51,8 @@ class RolloutPlan:
     def __post_init__(self) -> None:
         if self.num_steps < 1:
             raise ValueError(f"RolloutPlan was given num_steps={self.num_steps}; expected at least 1.")
+        if not bool(torch.as_tensor(self.objective_scale).isfinite().all()):
+            raise ValueError(f"RolloutPlan was given objective_scale={self.objective_scale}; expected finite numbers.")
 
 
 @runtime_checkable

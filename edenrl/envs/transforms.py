@@ -23,6 +23,7 @@ __all__ = [
     "FreshTensors",
     "action_box",
     "action_saturation",
+    "bound_actions",
     "wrap_env",
 ]
 
@@ -117,7 +118,7 @@ class FillFinalObservation(Transform):
 
 
 class ClipAction(Transform):
-    """Clamp the action to the environment's box on its way in; keep the raw sample in the data.
+    """Clamp the action to the environment's box, or to a number, on its way in; keep the raw sample in the data.
 
     A Gaussian policy samples outside the box. Its log-probability belongs to the raw sample, so that is what is stored
     under ``action``; the environment (and whatever it derives from the action, such as a last-action observation) sees
@@ -126,10 +127,12 @@ class ClipAction(Transform):
 
     Args:
         in_keys_inv: Action keys to clamp. Default ``["action"]``. One key per transform.
+        limit: Clamp every component to ``[-limit, limit]``, whether the environment has a box or not. Default: clamp
+            to the environment's box.
 
     Raises:
-        ValueError: more than one key.
-        TypeError: the environment's action spec under that key has no box.
+        ValueError: more than one key, or a limit that is not a finite number greater than zero.
+        TypeError: the environment's action spec under that key has no box or, with ``limit``, is discrete.
 
     Examples:
         >>> import torch
@@ -145,11 +148,14 @@ class ClipAction(Transform):
     low: Tensor | None
     high: Tensor | None
 
-    def __init__(self, in_keys_inv: Sequence[NestedKey] | None = None) -> None:
+    def __init__(self, in_keys_inv: Sequence[NestedKey] | None = None, *, limit: float | None = None) -> None:
         keys = ["action"] if in_keys_inv is None else list(in_keys_inv)
         if len(keys) != 1:
             raise ValueError(f"ClipAction was given the keys {keys}; expected one. Use one ClipAction per key.")
+        if limit is not None and not 0 < limit < float("inf"):
+            raise ValueError(f"ClipAction was given limit={limit}; expected a finite number greater than zero.")
         super().__init__(in_keys_inv=keys, out_keys_inv=list(keys))
+        self.limit = None if limit is None else float(limit)
         # Not persistent: they repeat the spec, and loading them elsewhere could contradict it.
         self.register_buffer("low", None, persistent=False)
         self.register_buffer("high", None, persistent=False)
@@ -160,6 +166,8 @@ class ClipAction(Transform):
         super().set_container(container)
 
     def _inv_apply_transform(self, action: Tensor) -> Tensor:
+        if self.limit is not None:
+            return action.clamp(-self.limit, self.limit)
         if self.low is None:
             parent = self.parent
             if parent is None:
@@ -177,15 +185,24 @@ class ClipAction(Transform):
             )
         return leaf
 
+    def _continuous(self, full_action_spec: TensorSpec) -> TensorSpec:
+        leaf = full_action_spec[self.in_keys_inv[0]]
+        if not _is_continuous(leaf):
+            raise TypeError(
+                f"ClipAction(limit={self.limit}) clips floating-point numbers, but the environment has {leaf} "
+                f"under {self.in_keys_inv[0]!r}. Remove ClipAction."
+            )
+        return leaf
+
     def transform_action_spec(self, action_spec: Composite) -> Composite:
         """Replace the box by an unbounded spec of the same shape, type and device."""
-        leaf = self._bounded(action_spec)
+        leaf = self._bounded(action_spec) if self.limit is None else self._continuous(action_spec)
         action_spec[self.in_keys_inv[0]] = Unbounded(leaf.shape, device=leaf.device, dtype=leaf.dtype)
         return action_spec
 
 
 def action_box(env: EnvBase) -> tuple[Tensor, Tensor] | None:
-    """Bounds of the action that the innermost environment accepts.
+    """Bounds of the action: those that the innermost environment declares, narrowed by every ``ClipAction(limit=...)``.
 
     Args:
         env: An environment, transformed or not.
@@ -199,15 +216,79 @@ def action_box(env: EnvBase) -> tuple[Tensor, Tensor] | None:
         >>> action_box(wrap_env(PointMass(3)))
         (tensor([-1., -1.]), tensor([1., 1.]))
     """
-    while isinstance(env, TransformedEnv):
-        env = env.base_env
-    spec = env.action_spec_unbatched
-    if not isinstance(spec, Bounded) or not spec.dtype.is_floating_point:
+    spec = _innermost(env).action_spec_unbatched
+    if not _is_continuous(spec):
         return None
-    low, high = spec.space.low, spec.space.high
+    low, high = (torch.full(spec.shape, end, device=spec.device, dtype=spec.dtype) for end in (-torch.inf, torch.inf))
+    if isinstance(spec, Bounded):
+        low, high = spec.space.low.clone(), spec.space.high.clone()
+    for limit in _numeric_clips(env):
+        ends = torch.full_like(low, limit)
+        low, high = (-ends).clamp(low, high), ends.clamp(low, high)
     if not (low.isfinite().any() or high.isfinite().any()):
         return None
-    return low.clone(), high.clone()
+    return low, high
+
+
+def _is_continuous(spec: TensorSpec) -> bool:
+    return isinstance(spec, Bounded | Unbounded) and spec.dtype.is_floating_point
+
+
+def _numeric_clips(env: EnvBase) -> list[float]:
+    """The limits of the numeric clips around an environment."""
+    limits = []
+    while isinstance(env, TransformedEnv):
+        clips = [transform for transform in env.transform.modules() if isinstance(transform, ClipAction)]
+        limits += [clip.limit for clip in clips if clip.limit is not None]
+        env = env.base_env
+    return limits
+
+
+def bound_actions(env: EnvBase, scale: float) -> EnvBase:
+    """Declares the action box ``[-scale, scale]``, in place, where an environment declares no bound at all.
+
+    Policies that end in a tanh need a box, and many simulators (mjlab, most environments in the style of rsl_rl)
+    declare none. An environment with any bound keeps its own, and so do discrete actions. Nothing is clipped.
+
+    Args:
+        env: An environment, transformed or not.
+        scale: Half the width of the box, in the environment's units.
+
+    Returns:
+        The same environment.
+
+    Raises:
+        ValueError: ``scale`` is not finite or not positive.
+
+    Examples:
+        >>> from edenrl.envs import PointMass, action_box, bound_actions
+        >>> from torchrl.data import Unbounded
+        >>> env = PointMass(3)
+        >>> env.action_spec = Unbounded((3, 2))
+        >>> action_box(bound_actions(env, 0.5))
+        (tensor([-0.5000, -0.5000]), tensor([0.5000, 0.5000]))
+    """
+    if not 0 < scale < float("inf"):
+        raise ValueError(f"bound_actions was given scale={scale}; expected a finite number greater than zero.")
+    inner = _innermost(env)
+    spec = inner.action_spec
+    if action_box(inner) is not None or not _is_continuous(spec):
+        return env
+    specs = inner.full_action_spec.clone()
+    specs[inner.action_key] = Bounded(-scale, scale, spec.shape, device=spec.device, dtype=spec.dtype)
+    inner.full_action_spec = specs
+    outer = env
+    while isinstance(outer, TransformedEnv):
+        outer.empty_cache()  # it remembers the specs
+        outer = outer.base_env
+    return env
+
+
+def _innermost(env: EnvBase) -> EnvBase:
+    """The environment inside all transforms."""
+    while isinstance(env, TransformedEnv):
+        env = env.base_env
+    return env
 
 
 def action_saturation(action: Tensor, box: tuple[Tensor, Tensor]) -> Tensor:
@@ -234,7 +315,13 @@ def action_saturation(action: Tensor, box: tuple[Tensor, Tensor]) -> Tensor:
     return ((action <= low + margin) | (action >= high - margin)).to(torch.get_default_dtype()).mean()
 
 
-def wrap_env(env: EnvBase, *, action_mode: ActionMode = "clip", reward_scale: float = 1.0) -> TransformedEnv:
+def wrap_env(
+    env: EnvBase,
+    *,
+    action_mode: ActionMode = "clip",
+    clip_actions: float | None = None,
+    reward_scale: float = 1.0,
+) -> TransformedEnv:
     """Add what training reads: clipped actions, episode return and length, scaled rewards.
 
     Adds ``("next", "episode_reward")`` ``[N, 1]``, the return so far in the environment's own reward, and
@@ -246,11 +333,13 @@ def wrap_env(env: EnvBase, *, action_mode: ActionMode = "clip", reward_scale: fl
         action_mode: What happens to actions outside a bounded box. ``"clip"`` (default): ``ClipAction``.
             ``"squash"``: nothing here, the policy's distribution stays inside the box. ``"none"``: nothing, with a
             warning that names the box. Without a box all three are the same.
+        clip_actions: Largest magnitude of an action component, in every mode and with or without a box; see
+            ``ClipAction(limit=...)``. In the mode "clip" the box is applied after it. Default None, no such clip.
         reward_scale: Factor on ``("next", "reward")`` and its groups, applied after returns are counted. Default 1.0.
 
     Raises:
-        ValueError: unknown ``action_mode``, ``reward_scale`` not finite or zero, or an observation group whose name is
-            taken.
+        ValueError: unknown ``action_mode``, ``clip_actions`` not finite, not positive, or for a discrete action,
+            ``reward_scale`` not finite or zero, or an observation group whose name is taken.
 
     Examples:
         >>> from edenrl.envs import PointMass, wrap_env
@@ -267,15 +356,20 @@ def wrap_env(env: EnvBase, *, action_mode: ActionMode = "clip", reward_scale: fl
     transforms: list[Transform] = []
     if box is not None and action_mode == "clip":
         transforms.append(ClipAction())
-    elif box is not None and action_mode == "none":
+    elif box is not None and action_mode == "none" and clip_actions is None:
         warnings.warn(
             f"action_mode='none': actions are passed on as sampled although the environment declares the box "
             f"low={box[0].tolist()}, high={box[1].tolist()}. Use 'clip' or 'squash' to keep them inside.",
             stacklevel=2,
         )
-    inner = env
-    while isinstance(inner, TransformedEnv):
-        inner = inner.base_env
+    inner = _innermost(env)
+    if clip_actions is not None:
+        if not _is_continuous(inner.action_spec):
+            raise ValueError(
+                f"clip_actions={clip_actions} was given, and {type(inner).__name__} has no continuous action to clip. "
+                "Leave it out (--env.clip_actions None)."
+            )
+        transforms.append(ClipAction(limit=clip_actions))
     # An environment's own private entries stay between it and TorchRL.
     groups = [name for name in env.observation_spec.keys() if name not in BESIDE_GROUPS and not name.startswith("_")]
     check_group_names(type(inner).__name__, groups)

@@ -267,7 +267,13 @@ def _treatment(base: EnvBase, dim: int, contract: ActionContract, on_action: lis
     clip, others = contract.clip, []
     # From the simulator outwards: each transform changes how box and scale look to those around it.
     for transform in on_action:
-        if isinstance(transform, ClipAction):
+        if isinstance(transform, ClipAction) and transform.limit is not None:
+            limit = torch.full_like(low, transform.limit)
+            if clip or bool(((low <= -limit) & (limit <= high)).all()):
+                low, high, clip = (-limit).clamp(low, high), limit.clamp(low, high), True
+            else:  # between a box that nobody clips to and actions beyond it, one clip cannot tell
+                others.append(f"ClipAction(limit={transform.limit})")
+        elif isinstance(transform, ClipAction):
             clip = True
         elif isinstance(transform, ActionScaling) and transform.standard_normal:
             loc, factor = transform.loc.cpu().double(), transform.scale.cpu().double()

@@ -205,6 +205,7 @@ def flash_actor(groups: Mapping[str, int], action_spec: TensorSpec, **network: A
     Args:
         groups: observation groups and widths, concatenated in this order.
         action_spec: the environment's unbatched action spec; its bounds must be finite and may be asymmetric.
+            ``edenrl.envs.bound_actions`` declares some for an environment without.
         network: options of ``FlashActor``: hidden_dim, num_blocks, expansion.
 
     Raises:
@@ -225,7 +226,11 @@ def flash_actor(groups: Mapping[str, int], action_spec: TensorSpec, **network: A
         )
     refuse_several_discrete(action_spec)
     # Here, because the squash that `gaussian_actor` would tell about is no choice of FlashSAC's.
-    tanh_bounds(action_spec, "or choose an algorithm without a tanh, such as PPO")
+    tanh_bounds(
+        action_spec,
+        "or let algorithm.action_bound_scale declare them where the environment has none, or choose an algorithm "
+        "without a tanh, such as PPO",
+    )
     return gaussian_actor(groups, action_spec, squash=True, build=FlashActor, **network)
 
 

@@ -80,7 +80,7 @@ class GradientStep:
     schedule.
 
     A call is ``backward`` and then ``step``. Call the two apart to accumulate the gradient of several losses, for
-    example of rollouts that are differentiated segment by segment.
+    example of rollouts that are differentiated segment by segment. ``cancel_update`` drops what was accumulated.
 
     In processes that train together (``edenrl.distributed``) gradients, loss and KL are averaged over all of them. Each
     call makes one exchange per dtype, in a fixed order. A parameter without a gradient in some process counts as zero
@@ -103,7 +103,7 @@ class GradientStep:
 
     Raises:
         ValueError: for an optimizer parameter that no group declares, an unknown group, a clip norm that is not a
-            positive number, or losses that are not scalars.
+            positive number, losses that are not scalars, or a ``scale`` of ``backward`` that is NaN or infinite.
         RuntimeError: for ``step`` without a ``backward`` before it.
         KeyError: for a KL-adaptive schedule without ``kl_key`` among the losses.
         FloatingPointError: for a non-finite gradient when ``on_nonfinite="raise"``; parameters are left as they were.
@@ -165,11 +165,13 @@ class GradientStep:
     def backward(self, losses: TensorDictBase, scale: float = 1.0) -> dict[str, Tensor]:
         """Adds the gradient of the summed ``loss_*``, times ``scale``, to what the next ``step`` applies.
 
-        It runs whatever the values are, so that a simulator's tape is released; ``step`` is what checks them.
+        It runs whatever the values of the losses are, so that a simulator's tape is released; ``step`` checks them.
 
         Returns:
             The entries of ``losses``, detached.
         """
+        if not math.isfinite(scale):
+            raise ValueError(f"GradientStep.backward was given scale={scale}; expected a finite number.")
         terms = {str(name): value for name, value in losses.items() if str(name).startswith("loss_")}
         if not terms or any(value.numel() != 1 for value in terms.values()):
             shapes = {name: tuple(value.shape) for name, value in terms.items()}
@@ -214,11 +216,33 @@ class GradientStep:
             self._skipped_in_a_row = 0
             self._apply(norms, kl)
         self.scaler.update()
-        for optimizer in self.optimizers.values():
-            optimizer.zero_grad(set_to_none=True)
+        self._clear_gradients()
         lr = next(iter(self.optimizers.values())).param_groups[0]["lr"]
         metrics["lr"] = torch.full((), float(lr), device=loss.device)
         return metrics
+
+    def cancel_update(self) -> None:
+        """Drops what ``backward`` has accumulated since the last step, gradients and losses. It counts as no update.
+
+        Call it when the rest of an update cannot be computed, for example when a later segment fails. In processes that
+        train together, all of them must cancel.
+
+        Examples:
+            >>> from tensordict import TensorDict
+            >>> net = nn.Linear(2, 1)
+            >>> step = GradientStep(net, torch.optim.SGD(net.parameters(), lr=0.1))
+            >>> _ = step.backward(TensorDict(loss_mse=net(torch.ones(4, 2)).square().mean()))
+            >>> step.cancel_update()
+            >>> net.weight.grad is None, step.updates
+            (True, 0)
+        """
+        self._pending = []
+        self.applied = False
+        self._clear_gradients()
+
+    def _clear_gradients(self) -> None:
+        for optimizer in self.optimizers.values():
+            optimizer.zero_grad(set_to_none=True)
 
     def _warn_of_the_untrained(self) -> None:
         """Warns, in the first step, of declared parameters that got a gradient and belong to no optimizer."""
@@ -302,8 +326,7 @@ class GradientStep:
             for p in params
             if p.grad is not None and not bool(p.grad.isfinite().all())
         ]
-        for optimizer in self.optimizers.values():
-            optimizer.zero_grad(set_to_none=True)
+        self._clear_gradients()
         what = f"gradient in {', '.join(bad[:5])}" if bad else "gradient norm"
         if not bad and not all(bool(value.isfinite().all()) for value in terms.values()):
             what = "loss"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -14,9 +15,11 @@ from torchrl.modules.utils import get_primers_from_module
 
 from edenrl import distributed
 from edenrl.config import EnvConfig, RunConfig
-from edenrl.envs import make_env, process_seed, spawn_seeds, wrap_env
+from edenrl.envs import action_box, bound_actions, make_env, process_seed, spawn_seeds, wrap_env
 from edenrl.modules import make_actor, observation_groups, value_critic
 from edenrl.training.evaluation import evaluate
+
+_log = logging.getLogger("edenrl")
 
 __all__ = [
     "append_primers",
@@ -34,6 +37,9 @@ def build_env(
 ) -> EnvBase:
     """The environment of ``cfg.env`` as its simulator made it, with the exact specs a network is built from.
 
+    Where it declares no action bounds and ``cfg.algorithm`` has an ``action_bound_scale``, it gets a box of that size,
+    and the log says so. All other functions here build the environment with the same box.
+
     Args:
         cfg: the configuration.
         device: device of the tensors.
@@ -44,7 +50,17 @@ def build_env(
         num_envs = cfg.env.num_envs if cfg.collector == "single" else 1
     if seed is None:
         seed = process_seed(cfg.seed, distributed.rank())
-    return _build(cfg.env, num_envs, device, seed)
+    env = _build(cfg.env, num_envs, device, seed)
+    declared = action_box(env)
+    env = _with_box(env, cfg.action_bound_scale)
+    if declared is None and action_box(env) is not None:
+        _log.warning(
+            "%s declares no action bounds. The policy acts in the box [-%g, %g] of algorithm.action_bound_scale.",
+            cfg.env.name,
+            cfg.action_bound_scale,
+            cfg.action_bound_scale,
+        )
+    return env
 
 
 def make_policy(cfg: Any, env: EnvBase) -> ProbabilisticTensorDictSequential:
@@ -129,9 +145,13 @@ def _build(env: EnvConfig, num_envs: int, device: torch.device | str, seed: int)
     return make_env(env.name, num_envs, device, seed, **options)
 
 
-def _worker_env(env: EnvConfig, num_envs: int, seed: int, worker: int) -> EnvBase:
-    built = _build(env, num_envs, "cpu", spawn_seeds(seed, worker + 1)[worker])
-    return wrap_env(built, action_mode=env.action_mode, reward_scale=env.reward_scale)
+def _with_box(env: EnvBase, scale: float | None) -> EnvBase:
+    return env if scale is None else bound_actions(env, scale)
+
+
+def _worker_env(env: EnvConfig, scale: float | None, num_envs: int, seed: int, worker: int) -> EnvBase:
+    built = _with_box(_build(env, num_envs, "cpu", spawn_seeds(seed, worker + 1)[worker]), scale)
+    return wrap_env(built, reward_scale=env.reward_scale, **env.action_options())
 
 
 def collector_options(cfg: RunConfig) -> dict[str, Any]:
@@ -145,7 +165,7 @@ def collector_options(cfg: RunConfig) -> dict[str, Any]:
     return {
         "kind": cfg.collector,
         "num_workers": cfg.num_workers,
-        "worker_env": partial(_worker_env, cfg.env, rows, cfg.seed),
+        "worker_env": partial(_worker_env, cfg.env, cfg.action_bound_scale, rows, cfg.seed),
         "seed": cfg.seed,
     }
 
@@ -176,6 +196,7 @@ def evaluate_run(
     seed = cfg.evaluation.seed if seed is None else seed
 
     def make(rows: int) -> EnvBase:
-        return append_primers(wrap_env(_build(env, rows, device, seed), action_mode=env.action_mode), policy)
+        built = _with_box(_build(env, rows, device, seed), cfg.action_bound_scale)
+        return append_primers(wrap_env(built, **env.action_options()), policy)
 
     return evaluate(policy, make, cfg.evaluation.num_episodes if num_episodes is None else num_episodes)

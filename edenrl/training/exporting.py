@@ -58,7 +58,7 @@ def export_run(
     env = build_env(cfg, next(loaded.parameters()).device, num_envs=_ROWS)
     try:
         path = load_policy_weights(loaded, run_dir, checkpoint, env=env)
-        env = append_primers(wrap_env(nominal_env(env), action_mode=cfg.env.action_mode), loaded)
+        env = append_primers(wrap_env(nominal_env(env), **cfg.env.action_options()), loaded)
         with disk_space(target, "the exported policy"):
             return export_policy(
                 loaded,

@@ -128,13 +128,14 @@ class Run:
         """The environment of ``cfg.env`` as its simulator made it: networks are built from its exact specs."""
         env = build_env(self.cfg, self.device)
         self._env = env
-        self._metrics.box = action_box(env)
         self.evaluations.play(env, self.frames_per_iteration, self._evaluate_policy)
         return env
 
     def training_env(self, env: EnvBase) -> TransformedEnv:
         """The environment as a learner sees it: actions within bounds, scaled rewards, episode statistics."""
-        return wrap_env(env, action_mode=self.cfg.env.action_mode, reward_scale=self.cfg.env.reward_scale)
+        wrapped = wrap_env(env, reward_scale=self.cfg.env.reward_scale, **self.cfg.env.action_options())
+        self._metrics.box = action_box(wrapped)
+        return wrapped
 
     def collector_options(self, steps: int | None = None) -> dict[str, Any]:
         """Options of ``edenrl.collectors.make_collector`` for the workers of ``cfg``.

@@ -3,6 +3,7 @@
 import copy
 import gc
 import io
+import math
 import weakref
 
 import pytest
@@ -366,6 +367,9 @@ def test_an_environment_schedules_its_rollouts():
         build(Scheduled(4, seed=0))
     with pytest.raises(ValueError, match="num_steps=0"):
         RolloutPlan(0)
+    for scale in (math.nan, math.inf, torch.tensor([1.0, math.nan])):
+        with pytest.raises(ValueError, match="objective_scale=.* expected finite numbers"):
+            RolloutPlan(3, objective_scale=scale)
 
 
 # Refusals

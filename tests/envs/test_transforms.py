@@ -14,12 +14,14 @@ from torchrl.envs.utils import check_env_specs
 from torchrl.modules import IndependentNormal, ProbabilisticActor
 
 from edenrl.envs import (
+    ActionMode,
     ClipAction,
     FillFinalObservation,
     FreshTensors,
     PointMass,
     action_box,
     action_saturation,
+    bound_actions,
     make_gym_env,
     wrap_env,
 )
@@ -148,6 +150,82 @@ def test_action_box() -> None:
     unbounded = Echo()
     unbounded.action_spec = Unbounded((2, 2))
     assert action_box(unbounded) is None
+
+
+class NoBox(Echo):
+    """Echo that declares no action box."""
+
+    def __init__(self, num_envs: int = 3) -> None:
+        super().__init__(num_envs)
+        self.action_spec = Unbounded((num_envs, 2))
+
+
+@pytest.mark.parametrize("scale", [0.5, 3.0])
+@pytest.mark.parametrize(
+    "build",
+    [
+        NoBox,
+        lambda: TransformedEnv(NoBox(), RewardSum()),
+        lambda: TransformedEnv(TransformedEnv(NoBox(), RewardSum()), StepCounter(), auto_unwrap=False),
+        lambda: SerialEnv(2, lambda: NoBox(1)),
+    ],
+)
+def test_a_box_for_those_that_declare_none(build: type, scale: float) -> None:
+    env = build()
+    _ = env.rollout(2)["action"]  # fills the caches of the specs
+    assert bound_actions(env, scale) is env
+    for stage in (env, wrap_env(env, action_mode="squash")):
+        box = action_box(stage)
+        assert box is not None
+        assert box[0].tolist() == [-scale] * 2 and box[1].tolist() == [scale] * 2
+        assert isinstance(stage.action_spec_unbatched, Bounded)
+        assert stage.rollout(3)["action"].abs().max() <= scale
+    check_env_specs(env)
+
+
+@pytest.mark.parametrize("limit", [0.5, 3.0, 100])
+@pytest.mark.parametrize("mode", ["clip", "squash", "none"])
+@pytest.mark.parametrize("build", [Echo, NoBox])
+def test_actions_are_clipped_by_number(build: type, mode: ActionMode, limit: float) -> None:
+    """In every mode, with a box and without; the box of "clip" comes last. The data keeps the raw sample."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        env = wrap_env(build(3), action_mode=mode, clip_actions=limit)
+    check_env_specs(env)
+    data = env.rollout(10, gaussian_actor(2.0), break_when_any_done=False)
+    normal = torch.distributions.Normal(data["loc"], data["scale"])
+    assert torch.allclose(data["action_log_prob"], normal.log_prob(data["action"]).sum(-1))
+    applied = data["action"].clamp(-limit, limit)
+    bounds = torch.full((2,), -limit), torch.full((2,), float(limit))
+    if build is Echo:
+        low, high = torch.tensor([-2.0, 0.0]), torch.tensor([5.0, 1.0])
+        applied = applied.clamp(low, high) if mode == "clip" else applied
+        bounds = bounds[0].clamp(low, high), bounds[1].clamp(low, high)
+    assert torch.equal(data["next", "observation"], applied)
+    assert (data["action"].abs() > 0.5).any()
+    box = action_box(env)
+    assert box is not None
+    assert torch.equal(torch.stack(box), torch.stack(bounds))
+
+
+def test_a_numeric_clip_needs_a_positive_number_and_a_continuous_action() -> None:
+    for limit in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="limit="):
+            ClipAction(limit=limit)
+    with pytest.raises(ValueError, match=r"clip_actions=1.0 .* no continuous action"):
+        wrap_env(discrete(), clip_actions=1.0)
+    with pytest.raises(TypeError, match=r"ClipAction\(limit=1.0\)"):
+        _ = TransformedEnv(discrete(), ClipAction(limit=1)).action_spec
+
+
+def test_declared_boxes_and_discrete_actions_stay() -> None:
+    half_open = Echo()
+    half_open.action_spec = Bounded(-1.0, torch.inf, (2, 2))
+    for env in (Echo(), half_open, discrete()):
+        before = env.action_spec
+        assert bound_actions(env, 3.0).action_spec == before
+    with pytest.raises(ValueError, match="scale=0"):
+        bound_actions(NoBox(), 0.0)
 
 
 def test_refusals() -> None:

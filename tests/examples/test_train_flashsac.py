@@ -13,10 +13,10 @@ from trainer_cases import EXAMPLES, TRAINERS, Script, hide_newest, load_script, 
 
 from edenrl.config import parse_cli
 from edenrl.config.presets import FLASHSAC_PROFILES
-from edenrl.envs import PointMass, register_env
+from edenrl.envs import PointMass, VecEnvAdapter, action_box, as_vec_env, register_env
 from edenrl.modules import UnitBatchNorm, UnitLinear
 from edenrl.objectives import FlashSACLoss
-from edenrl.training import read_metrics, run_script
+from edenrl.training import build_env, collector_options, read_metrics, run_script
 
 TINY = [flag.replace("min_buffer=20", "min_buffer=40") for flag in TRAINERS["FlashSAC"].flags]
 FLASHSAC = Script("train_flashsac", [*TINY, "--quiet"], 20)
@@ -117,16 +117,19 @@ def test_iterations_count_as_given(tmp_path):
     --algorithm.actor_groups=scam -> Observation group 'scam' does not exist
     --profile=gpu -> profile = 'gpu'
     --algorithm.batch_size=1 -> algorithm.batch_size = '1'
-    --env.name=Unbounded -> or choose an algorithm without a tanh, such as PPO
+    --env.name=HalfOpen -> component 0 has [-1, inf]
+    --env.name=HalfOpen -> or let algorithm.action_bound_scale declare them where the environment has none
+    --env.name=HalfOpen -> an algorithm without a tanh, such as PPO
+    --algorithm.action_bound_scale=0 -> algorithm.action_bound_scale = '0'
     """
 )
 def test_mistakes_name_the_fix(refuses, flags, expected):
-    class Unbounded(PointMass):
+    class HalfOpen(PointMass):
         def __init__(self, num_envs, **kwargs):
             super().__init__(num_envs, **kwargs)
             self.action_spec = Bounded(-1.0, torch.inf, self.action_spec.shape)
 
-    register_env("Unbounded", lambda n, **kw: Unbounded(n, **kw), override=True)
+    register_env("HalfOpen", lambda n, **kw: HalfOpen(n, **kw), override=True)
     refuses(FLASHSAC, [*TINY, "--total_frames=100", *flags], expected)
 
 
@@ -202,6 +205,64 @@ def test_asymmetric_boxes_are_scaled(tmp_path, monkeypatch):
     # The networks see the same actions in [-1, 1].
     actions = torch.cat(learned[:10])
     assert -1 <= float(actions.min()) < -0.8 and 0.8 < float(actions.max()) <= 1
+
+
+class Unboxed:
+    """PointMass as an rsl_rl environment that declares no action box; remembers what it was given."""
+
+    def __init__(self):
+        self.seen = []
+
+    def __call__(self, num_envs, *, device, seed, **kwargs):
+        inner = as_vec_env(PointMass(num_envs, device=device, seed=seed, **kwargs))
+        inner.single_action_space = None
+        step = inner.step
+
+        def recorded(actions):
+            self.seen.append(actions.clone())
+            return step(actions)
+
+        inner.step = recorded
+        return VecEnvAdapter(inner)
+
+
+@pytest.mark.parametrize(("scale", "seed"), [(None, 3), (0.3, 4), (2.5, 5)])
+def test_an_environment_without_a_box_gets_one(tmp_path, caplog, capsys, monkeypatch, scale, seed):
+    pytest.importorskip("onnxruntime")
+    unboxed = Unboxed()
+    register_env("Unboxed", unboxed, override=True)
+    flags = [] if scale is None else [f"--algorithm.action_bound_scale={scale}"]
+    scale = 1.0 if scale is None else scale
+    with caplog.at_level(logging.WARNING, "edenrl"):
+        train(tmp_path / "run", 6, "--env.name=Unboxed", f"--seed={seed}", "--export", *flags)
+    said = [record.message for record in caplog.records if "action_bound_scale" in record.message]
+    assert f"[-{scale:g}, {scale:g}]" in said[0] and "Unboxed declares no" in said[0]
+    # Training with uniform actions and with the policy's, evaluation, and the check of the export.
+    actions = torch.cat(unboxed.seen)
+    assert 0.8 * scale < actions.abs().max() <= scale * (1 + 1e-6)
+    assert rows(tmp_path / "run")[-1]["loss_critic"] > 0
+    assert rows(tmp_path / "run")[-1]["action_saturation"] < 0.2
+    spec = json.loads((tmp_path / "run" / "policy" / "policy_spec.json").read_text())
+    assert spec["actions"]["low"] == [-scale] * 2 and spec["actions"]["high"] == [scale] * 2
+    monkeypatch.setitem(sys.modules, "train_flashsac", train_flashsac)
+    capsys.readouterr()
+    load_script("evaluate").main([str(tmp_path / "run"), "--json", "--checkpoint", "latest"])
+    assert json.loads(capsys.readouterr().out)["episodes"] == 4
+
+
+def test_workers_and_single_environments_get_the_same_box():
+    register_env("Unboxed", Unboxed(), override=True)
+    flags = ["--env.name=Unboxed", "--env.num_envs=4", "--total_frames=100", "--algorithm.action_bound_scale=1.5"]
+    cfg = parse_cli(train_flashsac.Train, flags)
+    for env in (build_env(cfg), collector_options(cfg)["worker_env"](1)):
+        low, high = action_box(env)
+        assert low.tolist() == [-1.5] * 2 and high.tolist() == [1.5] * 2
+
+
+def test_a_declared_box_stays():
+    cfg = parse_cli(train_flashsac.Train, ["--env.name=Pendulum-v1", "--total_frames=100"])
+    low, high = action_box(build_env(cfg))
+    assert low.tolist() == [-2.0] and high.tolist() == [2.0]
 
 
 def test_the_quadruped_runs_by_name(tmp_path):

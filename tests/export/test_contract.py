@@ -61,6 +61,33 @@ def test_gymnasium_tells_what_it_knows(tmp_path):
     assert cart_pole.model.outputs[0].model_dump() == {"name": "actions", "dtype": "int64", "shape": ["batch"]}
 
 
+@pytest.mark.parametrize(
+    ("mode", "limit", "low", "high", "clip", "others"),
+    [
+        ("clip", 0.5, [-0.5, 0.0], [0.5, 0.5], True, []),
+        ("clip", 100, [-2.0, 0.0], [5.0, 1.0], True, []),
+        ("squash", 100, [-2.0, 0.0], [5.0, 1.0], None, ["ClipAction(limit=100.0)"]),
+        ("none", 0.5, [-2.0, 0.0], [5.0, 1.0], None, ["ClipAction(limit=0.5)"]),
+    ],
+)
+def test_numeric_clips_are_stated(tmp_path, mode, limit, low, high, clip, others):
+    env = PointMass(2)
+    env.policy_contract = lambda: {}  # whether the simulator clips by itself is not known
+    env.action_spec = Bounded(torch.tensor([[-2.0, 0.0]] * 2), torch.tensor([[5.0, 1.0]] * 2), (2, 2))
+    actions = spec_of(wrap_env(env, action_mode=mode, clip_actions=limit), tmp_path).actions
+    assert (actions.low, actions.high, actions.clip, actions.transforms) == (low, high, clip, others)
+
+
+@pytest.mark.parametrize(("box", "limit"), [(None, 0.1), (None, 100), (3.0, 1.5)])
+def test_a_numeric_clip_inside_the_box_is_the_box(tmp_path, box, limit):
+    env = PointMass(2)
+    env.policy_contract = lambda: {}
+    env.action_spec = Unbounded((2, 2)) if box is None else Bounded(-box, box, (2, 2))
+    actions = spec_of(wrap_env(env, action_mode="none", clip_actions=limit), tmp_path).actions
+    assert (actions.low, actions.high) == ([-limit] * 2, [limit] * 2)
+    assert actions.clip and not actions.transforms
+
+
 @pytest.mark.parametrize("declared", [{}, {"rate": {"control_dt": 0.02}}, {"actions": {"names": ["x", "y"]}}])
 def test_what_is_not_declared_is_not_invented(tmp_path, declared):
     env = PointMass(2)

@@ -345,3 +345,15 @@ def test_the_entropy_of_a_saturated_policy_is_that_of_its_own_samples():
     # Far out the slope of the tanh is 4 exp(-2 x): the Gaussian's entropy, + log 4 - 2 * mean.
     expected = 0.5 * math.log(2 * math.pi * math.e * 0.5**2) + math.log(4) - 2 * 15.0
     assert APGLoss(actor)(data)["entropy"].item() == pytest.approx(expected, abs=0.1)
+
+
+@pytest.mark.parametrize("mode", ["segment", "complete"])
+@pytest.mark.parametrize(("rows", "steps"), [(3, 0), (0, 4), (0, 0)])
+def test_an_empty_rollout_is_refused(mode, rows, steps):
+    actor = gaussian_actor({"observation": 14}, 2, hidden=(8,))
+    end = dict(
+        reward=torch.zeros(rows, steps, 1, requires_grad=True), done=torch.zeros(rows, steps, 1, dtype=torch.bool)
+    )
+    rollout = TensorDict(observation=torch.zeros(rows, steps, 14), next=end, batch_size=[rows, steps])
+    with pytest.raises(ValueError, match=rf"no step: .*\[{rows}, {steps}\]"):
+        APGLoss(actor, mode=mode)(rollout)

@@ -268,6 +268,36 @@ def test_accumulated_gradients_are_one_update():
         step.step()
 
 
+@pytest.mark.parametrize("dtype", [None, torch.float16])
+@pytest.mark.parametrize("backwards", [0, 1, 3])
+def test_a_cancelled_update_leaves_nothing(dtype, backwards):
+    loss, other = TwoGroups(), TwoGroups()
+    step, reference = (
+        GradientStep(part, torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9), amp_dtype=dtype)
+        for part in (loss, other)
+    )
+    step(loss()), reference(other())
+    for number in range(backwards):
+        step.backward(loss(scale=float("nan") if number == 1 else 5.0))
+    step.cancel_update()
+    assert not step.applied and step.updates == 1 and loss.a.grad is None
+    with pytest.raises(RuntimeError, match=r"call backward\(losses\) first"):
+        step.step()
+    metrics, expected = step(loss()), reference(other())
+    assert metrics == expected and step.state_dict() == reference.state_dict()
+    assert (loss.a.item(), loss.b.item()) == (other.a.item(), other.b.item()) and step.applied
+
+
+@pytest.mark.parametrize("scale", [float("nan"), float("inf"), -float("inf"), torch.tensor(float("nan"))])
+def test_a_scale_that_is_no_number_is_refused_before_anything_is_added(scale):
+    loss = TwoGroups()
+    step = GradientStep(loss, torch.optim.SGD(loss.parameters(), lr=0.1), on_nonfinite="skip")
+    step.backward(loss())
+    with pytest.raises(ValueError, match="scale=.* expected a finite number"):
+        step.backward(loss(), scale)
+    assert step.step()["loss"].item() == 7.0
+
+
 def test_one_bad_loss_among_several_drops_the_update():
     loss = TwoGroups()
     step = GradientStep(loss, torch.optim.SGD(loss.parameters(), lr=0.1), on_nonfinite="skip")
