@@ -20,11 +20,16 @@ _RSL_RL_KEYS = (b"model_state_dict", b"actor_state_dict")
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Replaces a file's content: readers and crashes see the old or the new text, never a part of it."""
+    """Replaces a file's content: readers and crashes see the old or the new text, never a part of it.
+
+    Raises:
+        DiskFullError: if the disk is full; the old file stays.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
+        with disk_space(path.parent, path.name):
+            temporary.write_text(text, encoding="utf-8")
+            os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -222,6 +222,13 @@ class Checkpoints:
             "start a new run."
         )
 
+    def newest_manifest(self) -> tuple[Path, dict[str, Any]] | None:
+        """The newest checkpoint whose manifest is as it was written, and its metadata; ``None`` without one."""
+        for path in self.rotation.all_paths():
+            with contextlib.suppress(DamagedCheckpointError):
+                return path, check_checkpoint(path, ())["metadata"]
+        return None
+
     def latest(self) -> Path | None:
         """The newest complete checkpoint, or ``None``."""
         return self.rotation.latest()

@@ -80,7 +80,8 @@ def check_checkpoint(path: Path, components: Collection[str] | None = None) -> d
 
     Args:
         path: the checkpoint.
-        components: names of the components whose files are compared. Default: all.
+        components: names of the components whose files are compared; without any, only the manifest is checked.
+            Default: all.
 
     Raises:
         DamagedCheckpointError: naming the file that is missing, too short, too long or changed.
@@ -90,7 +91,10 @@ def check_checkpoint(path: Path, components: Collection[str] | None = None) -> d
         manifest = Checkpoint.manifest(path)
     except (CheckpointError, OSError, TypeError, ValueError) as error:
         raise DamagedCheckpointError(f"{path / _MANIFEST} is damaged: {error}") from None
-    if not manifest.get("metadata", {}).get("sealed"):
+    if "metadata" not in manifest:
+        raise DamagedCheckpointError(f"{path / _MANIFEST} is damaged: it has no metadata.")
+    # Either mark is enough: one of them may be what is damaged.
+    if "edenrl" not in manifest and not manifest["metadata"].get("sealed"):
         return manifest  # saved by a version without checksums, or by TorchRL alone
     own = manifest.get("edenrl", {})
     # The version comes first: a newer one may compute the checksum in another way.

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torchrl.checkpoint import Checkpoint, CheckpointError, GlobalRNGState
+from torchrl.checkpoint import CheckpointError, GlobalRNGState
 from torchrl.envs import EnvBase
 
 from edenrl import distributed
@@ -143,8 +143,9 @@ class RunFolder:
                 f"{self.dir} already holds a run. Continue it with --resume {self.dir}, or choose another --run_dir."
             )
         if self._leads:
-            self.dir.mkdir(parents=True, exist_ok=True)
-            self._lock.acquire()
+            with disk_space(self.dir, "the run directory"):
+                self.dir.mkdir(parents=True, exist_ok=True)
+                self._lock.acquire()
         # Until the first process holds the directory it may be another run's, in which nobody leaves a report.
         distributed.from_first(None)
         try:
@@ -156,8 +157,8 @@ class RunFolder:
     def _refuse_resume(self) -> None:
         if self.cfg.resume is None:
             return
-        config, path = self.dir / "config.json", self.checkpoints.latest()
-        metadata = {} if path is None else Checkpoint.manifest(path)["metadata"]
+        config = self.dir / "config.json"
+        path, metadata = self.checkpoints.newest_manifest() or (None, {})
         restart = self.cfg.resume_schedule == "restart"
         if config.exists():
             written = load_config(type(self.cfg), config)
@@ -208,19 +209,19 @@ class RunFolder:
         cfg = self.cfg
         # Where the run lies is not part of it: the file must fit a moved run, and a new run that starts from it.
         once: dict[str, Any] = {"resume": None, "run_dir": None, "resume_schedule": "restore"}
-        with disk_space(self.dir, "config.json"):
-            save_config(cfg.model_copy(update=once), self.dir / "config.json")
+        save_config(cfg.model_copy(update=once), self.dir / "config.json")
         for report in self.dir.glob("error*.txt"):
             report.unlink()
-        self._logger = RunLogger(
-            self.dir,
-            kind=cfg.logger.kind,
-            first=iteration,
-            name=self.dir.name,
-            project=cfg.logger.project,
-            wandb_mode=cfg.logger.wandb_mode,
-            config=cfg.model_dump(mode="json"),
-        )
+        with disk_space(self.dir, "metrics.csv"):
+            self._logger = RunLogger(
+                self.dir,
+                kind=cfg.logger.kind,
+                first=iteration,
+                name=self.dir.name,
+                project=cfg.logger.project,
+                wandb_mode=cfg.logger.wandb_mode,
+                config=cfg.model_dump(mode="json"),
+            )
         path = self.dir / "progress.json"
         total, done = self._iterations * self._frames, iteration * self._frames
         self._progress = Progress(path, total, done, quiet=cfg.quiet, shown=_SHOWN, unit=unit)

@@ -133,7 +133,9 @@ def run_script(main: Callable[[], Any]) -> None:
         foreseen = isinstance(error, CheckpointError) or not isinstance(error, RuntimeError)
         if not foreseen:
             raise
-        text = error.args[0] if isinstance(error, KeyError) and error.args else error
+        text = str(error.args[0] if isinstance(error, KeyError) and error.args else error)
+        if " " not in text:  # a key, or nothing at all, says little without its kind
+            text = f"{type(error).__name__}: {text}"
         who = f"process {distributed.rank()}: " if distributed.world_size() > 1 else ""
         where = vars(error).get("edenrl_report", "EDENRL_TRACEBACK=1 shows where it came from")
         print(f"{who}error: {text}\n({where})", file=sys.stderr)

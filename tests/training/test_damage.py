@@ -142,6 +142,19 @@ def test_a_manifest_that_cannot_be_read_is_said_when_the_best_is_chosen(tmp_path
         load_weights({"net": parts["net"]}, tmp_path, "latest")
 
 
+@pytest.mark.parametrize("bit", [0, 2, 4, 5])
+@pytest.mark.parametrize("word", ["metadata", "sealed", "edenrl", "manifest"])
+def test_a_flipped_bit_in_a_name_of_the_manifest_is_damage(tmp_path, word, bit):
+    parts, checkpoints = saved_run(tmp_path, 4, 6)
+    path = checkpoints.latest() / "manifest.json"
+    flip(path, 8 * (path.read_bytes().index(f'"{word}"'.encode()) + 1) + bit)
+    with pytest.raises(DamagedCheckpointError, match="manifest.json is damaged"):
+        check_checkpoint(path.parent)
+    with pytest.warns(UserWarning, match=r"manifest.json is damaged.*from .*000004"):
+        assert checkpoints.load()["step"] == 4
+    assert checkpoints.newest_manifest()[1]["step"] == 4
+
+
 def test_a_newer_format_is_refused_and_not_taken_for_damage(tmp_path):
     _, checkpoints = saved_run(tmp_path, 4, 6)
     path = checkpoints.latest() / "manifest.json"

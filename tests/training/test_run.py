@@ -5,13 +5,16 @@ import math
 import os
 import re
 import signal
+from pathlib import Path
 
 import pytest
 import torch
 
+from edenrl._files import DiskFullError, write_atomic
 from edenrl.config import RunConfig
-from edenrl.training import Run, folder, load_policy_weights, read_metrics, run_script, setup
+from edenrl.training import Run, load_policy_weights, read_metrics, run_script, setup
 from edenrl.training.checkpoint_files import StateDictFile
+from edenrl.training.lock import DirectoryLock
 from edenrl.training.loggers import MetricsTable
 
 
@@ -450,13 +453,51 @@ def test_an_evaluation_that_fails_loses_no_iteration(tmp_path, iteration):
     assert [row["iteration"] for row in read_metrics(path / "metrics.csv")] == list(range(10))
 
 
-@pytest.mark.parametrize("where", ["save", "write", "config"])
+@pytest.mark.parametrize(("name", "value"), [("processes", 3), ("step", 77), ("config", {"seed": 9})])
+def test_a_manifest_that_is_damaged_decides_nothing(tmp_path, name, value):
+    path = tmp_path / "run"
+    parabola(path, iterations=6)
+    manifest = max((path / "checkpoints").iterdir()) / "manifest.json"
+    content = json.loads(manifest.read_text())
+    content["metadata"][name] = value
+    manifest.write_text(json.dumps(content))
+    with pytest.warns(UserWarning, match="manifest.json is damaged"):
+        assert parabola(path, resume=True)[-1] == 9
+
+
+@pytest.mark.parametrize("error", [KeyError("sensor"), KeyError(3), ValueError(), ValueError("sensor")])
+def test_the_message_of_a_terse_error_names_its_kind(capsys, error):
+    def main():
+        raise error
+
+    with pytest.raises(SystemExit):
+        run_script(main)
+    assert capsys.readouterr().err.startswith(f"error: {type(error).__name__}")
+
+
+@pytest.mark.parametrize("name", ["config.json", "observations.json", "other.txt"])
+def test_a_file_that_does_not_fit_the_disk_is_named(tmp_path, monkeypatch, name):
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    write_atomic(tmp_path / name, "before")
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(DiskFullError, match=f"{name} could not be written"):
+        write_atomic(tmp_path / name, "after")
+    assert [file.name for file in tmp_path.iterdir()] == [name] and (tmp_path / name).read_text() == "before"
+
+
+@pytest.mark.parametrize("where", ["save", "write", "config", "lock", "open"])
 def test_a_full_disk_ends_the_run_with_one_message_and_the_run_continues(tmp_path, capsys, monkeypatch, where):
     path, no_space = tmp_path / "run", OSError(errno.ENOSPC, "No space left on device")
-    calls, after = iter(range(100)), {"save": 1, "write": 4, "config": 0}[where]
-    target = {"save": (StateDictFile, "save"), "write": (MetricsTable, "write"), "config": (folder, "save_config")}[
-        where
-    ]
+    calls, after = iter(range(100)), {"save": 1, "write": 4, "config": 0, "lock": 0, "open": 0}[where]
+    target = {
+        "save": (StateDictFile, "save"),
+        "write": (MetricsTable, "write"),
+        "config": (Path, "write_text"),
+        "lock": (DirectoryLock, "acquire"),
+        "open": (MetricsTable, "__init__"),
+    }[where]
     real = getattr(*target)
 
     def full(*args, **kwargs):
@@ -468,13 +509,13 @@ def test_a_full_disk_ends_the_run_with_one_message_and_the_run_continues(tmp_pat
     with pytest.raises(SystemExit) as stopped:
         run_script(lambda: parabola(path))
     message = capsys.readouterr().err
-    what = {"save": "the checkpoint", "write": "metrics.csv", "config": "config.json"}[where]
+    what = {"save": "the checkpoint", "config": "config.json", "lock": "the run directory"}.get(where, "metrics.csv")
     assert stopped.value.code == 1 and message.startswith(f"error: The disk of {path}") and what in message
     assert " are free. " in message and "Traceback" not in message
     monkeypatch.undo()
-    if where != "config":
+    if where in ("save", "write"):
         assert json.loads((path / "progress.json").read_text())["state"] == "failed"
-    assert parabola(path, resume=where != "config")[-1] == 9
+    assert parabola(path, resume=(path / "config.json").exists())[-1] == 9
     assert [row["iteration"] for row in read_metrics(path / "metrics.csv")] == list(range(10))
 
 
