@@ -147,9 +147,10 @@ class _MultiSync(ClosingCollector, MultiSyncCollector):
             if not ended:
                 raise
             failed, status = next(iter(ended.items()))
-            raise ChildProcessError(
-                f"Worker {failed} of the collector ended (exit status {status}); its own message stands above."
-            ) from error
+            how = f"exit status {status}); its own message stands above"
+            if status < 0:
+                how = f"signal {-status}); the system or somebody killed it, for example for want of memory"
+            raise ChildProcessError(f"Worker {failed} of the collector ended ({how}.") from error
 
 
 class _SharedWeights(SharedMemWeightSyncScheme):

@@ -543,7 +543,8 @@ def test_wrong_files_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureF
     error = refused(capsys, "--config", str(path))
     assert "env: unknown field 'nam' in EnvConfig; did you mean 'name'?" in error
     assert "seed = -1: expected a whole number from 0 to" in error
-    assert "Is a directory" in refused(capsys, "--config", str(tmp_path))
+    assert "is a directory; give a file" in refused(capsys, "--config", str(tmp_path))
+    assert "--resume is empty" in refused(capsys, "--resume", "")
 
 
 def test_all_unknown_fields_of_a_file_are_reported_at_once_with_the_nearest_names(

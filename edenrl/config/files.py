@@ -58,6 +58,8 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
         values = json.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise FileNotFoundError(f"{os.fspath(path)}: no such file") from None
+    except IsADirectoryError:
+        raise IsADirectoryError(f"{os.fspath(path)} is a directory; give a file, such as its config.json") from None
     except ValueError as error:
         raise ValueError(f"{os.fspath(path)} is not readable as JSON: {error}") from None
     if not isinstance(values, dict):

@@ -34,6 +34,8 @@ def layered(
     if file is not None and resume is not None:
         raise ValueError("give --config or --resume, not both: a resumed run starts from its own config.json")
     if resume is not None:
+        if not resume:
+            raise ValueError("--resume is empty; give the directory of an earlier run")
         folder = Path(os.path.expanduser(resume))
         if not (folder / "config.json").is_file() and (about := about_rsl_rl(folder)):
             raise FileNotFoundError(f"--resume: {about}")

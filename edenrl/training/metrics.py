@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
@@ -92,6 +93,21 @@ def _joined(rollouts: Sequence[TensorDictBase]) -> TensorDictBase:
     return torch.cat(filled, 1)
 
 
+# Columns that are a run's alone. A script that counts updates gives the frames itself.
+_OWN = {"iteration", "seconds"}
+
+
+def _refuse_bad_metrics(metrics: Mapping[str, Any]) -> None:
+    """Refuses what cannot stand in a row, by its name."""
+    for name, value in metrics.items():
+        if name in _OWN:
+            raise ValueError(f"{name!r} is a column of the run itself; give the metric another name.")
+        if isinstance(value, Tensor) and value.numel() != 1:
+            raise ValueError(
+                f"The metric {name!r} has the shape {tuple(value.shape)}; expected a scalar. Give its mean."
+            )
+
+
 class IterationMetrics:
     """Collects the metrics of one iteration on their device, and moves them to the host in one transfer.
 
@@ -103,9 +119,9 @@ class IterationMetrics:
         >>> metrics = IterationMetrics()
         >>> metrics.record({"loss": torch.tensor(1.0)})
         >>> metrics.record({"loss": torch.tensor(2.0)})
-        >>> metrics.log({"frames": 10})
+        >>> metrics.log({"difficulty": 10})
         >>> metrics.row()
-        {'loss': 1.5, 'frames': 10.0}
+        {'loss': 1.5, 'difficulty': 10.0}
     """
 
     def __init__(self) -> None:
@@ -125,11 +141,14 @@ class IterationMetrics:
 
     def record(self, *metrics: Mapping[str, Tensor] | TensorDictBase) -> None:
         """Adds the metrics of one update; the row gets their mean."""
-        self._records.append({str(name): value.detach() for group in metrics for name, value in group.items()})
+        given = {str(name): value for group in metrics for name, value in group.items()}
+        _refuse_bad_metrics(given)
+        self._records.append({name: torch.as_tensor(value).detach().reshape(()) for name, value in given.items()})
 
     def log(self, *metrics: Mapping[str, Tensor | float]) -> None:
         """Adds scalars that the row gets as they are."""
         for group in metrics:
+            _refuse_bad_metrics(group)
             self._logged.update(group)
 
     def mean(self, name: str) -> float:

@@ -74,3 +74,24 @@ def test_the_row_of_an_iteration():
     assert row == {"loss": 9.0, "norm": 4.0, "episode/count": 2.0, "episode/length": 6.0, "own": 7.0}
     metrics.clear()
     assert metrics.row() == {}
+
+
+@pytest.mark.parametrize("add", ["log", "record"])
+@pytest.mark.parametrize("name", ["iteration", "seconds"])
+def test_a_metric_cannot_take_the_name_of_a_column_of_the_run(add, name):
+    with pytest.raises(ValueError, match=f"'{name}' is a column of the run itself"):
+        getattr(IterationMetrics(), add)({name: torch.tensor(1.0)})
+
+
+@pytest.mark.parametrize("add", ["log", "record"])
+@pytest.mark.parametrize("shape", [(2,), (0,), (3, 1)])
+def test_a_metric_that_is_no_scalar_is_refused_by_name(add, shape):
+    with pytest.raises(ValueError, match=rf"'spread' has the shape \({shape[0]}"):
+        getattr(IterationMetrics(), add)({"loss": torch.zeros(1), "spread": torch.zeros(shape)})
+
+
+def test_plain_numbers_are_recorded():
+    metrics = IterationMetrics()
+    metrics.record({"a": 3.0})
+    metrics.record({"a": torch.tensor([5.0])})
+    assert metrics.row() == {"a": 4.0}
