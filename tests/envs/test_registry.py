@@ -92,6 +92,16 @@ def test_missing_packages_give_the_install_command(
         make_env(name, 1)
 
 
+@pytest.mark.parametrize("name", ["Quadruped", "QuadrupedTerrain"])
+def test_an_old_mujoco_is_named_with_the_python_that_a_newer_one_needs(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("mujoco")
+    monkeypatch.setitem(sys.modules, "mujoco.batch", None)  # mujoco 3 has no such module
+    with pytest.raises(ImportError, match=r"mujoco 4\.0 or newer.* Python 3\.11.*pip install \"edenrl\[mujoco\]\""):
+        make_env(name, 1)
+
+
 def test_import_loads_no_simulator() -> None:
     """Nothing beyond what TorchRL loads by itself."""
     code = (

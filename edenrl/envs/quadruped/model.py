@@ -106,7 +106,7 @@ def load_mujoco() -> Any:
     except ImportError:
         raise ImportError(
             f"The quadruped needs mujoco 4.0 or newer for its batched simulation; {mujoco.__version__} is installed. "
-            f"Upgrade it: {hint}"
+            f"Upgrade it, with Python 3.11 or newer: {hint}"
         ) from None
     return mujoco
 
