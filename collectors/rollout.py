@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from contextlib import AbstractContextManager
-from typing import Any, Self
+from typing import Any, TypeVar
 
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from edenrl.envs.recorded_metrics import add_metrics, recorded_metrics
 __all__ = ["Collector"]
 
 _log = logging.getLogger("edenrl")
+_Closing = TypeVar("_Closing", bound="ClosingCollector")
 
 
 def needs_primers(policy: Any) -> bool:
@@ -32,7 +33,7 @@ def needs_primers(policy: Any) -> bool:
 class ClosingCollector(collectors.BaseCollector):
     """A TorchRL collector that a ``with`` block shuts down, however the block ends."""
 
-    def __enter__(self) -> Self:
+    def __enter__(self: _Closing) -> _Closing:
         return self
 
     def __exit__(self, *error: object) -> None:

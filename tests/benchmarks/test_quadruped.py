@@ -11,7 +11,7 @@ import torch
 from edenrl.envs import Quadruped, QuadrupedTerrain
 from edenrl.envs.quadruped import DEFAULT_POSE, GROUPS, build_model
 
-pytest.importorskip("mujoco", minversion="4.0")
+pytest.importorskip("mujoco", minversion="3.17")
 pytestmark = pytest.mark.benchmark
 
 STEPS, REPEATS = 50, 5

@@ -64,7 +64,7 @@ class AsLearning:
 
 def robot(cls: type[Quadruped]) -> Callable[..., EnvBase]:
     def build(num_envs: int, *, max_steps: int, seed: int | None, **options: Any) -> EnvBase:
-        pytest.importorskip("mujoco", minversion="4.0")
+        pytest.importorskip("mujoco", minversion="3.17")
         fixed = dict(groups=GROUPS, num_threads=1, randomize={"push": [0.5, 1.0]}, episode_seconds=0.02 * max_steps)
         return cls(num_envs, seed=seed, **{**fixed, **options})
 

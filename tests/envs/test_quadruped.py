@@ -23,7 +23,7 @@ from edenrl.envs.quadruped import (
 )
 from edenrl.envs.quadruped.simulation import _foot_positions
 
-mujoco = pytest.importorskip("mujoco", minversion="4.0")
+mujoco = pytest.importorskip("mujoco", minversion="3.17")
 
 BOTH = [Quadruped, QuadrupedTerrain]
 

@@ -9,7 +9,7 @@ import torch
 from edenrl.envs import QuadrupedTerrain
 from edenrl.envs.quadruped import TERRAIN_KINDS, DepthCamera, HeightField, Quadruped, build_course, build_model
 
-mujoco = pytest.importorskip("mujoco", minversion="4.0")
+mujoco = pytest.importorskip("mujoco", minversion="3.17")
 
 
 def make(num_envs: int, **kwargs: Any) -> QuadrupedTerrain:

@@ -92,6 +92,14 @@ def test_missing_packages_give_the_install_command(
         make_env(name, 1)
 
 
+@pytest.mark.parametrize("name", ["Quadruped", "QuadrupedTerrain"])
+def test_an_old_mujoco_is_named_with_the_version_needed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mujoco")
+    monkeypatch.setitem(sys.modules, "mujoco.batch", None)  # as before mujoco 3.17
+    with pytest.raises(ImportError, match=r"mujoco 3\.17 or newer.*pip install \"edenrl\[mujoco\]\""):
+        make_env(name, 1)
+
+
 def test_import_loads_no_simulator() -> None:
     """Nothing beyond what TorchRL loads by itself."""
     code = (

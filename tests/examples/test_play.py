@@ -11,7 +11,7 @@ from trainer_cases import EXAMPLES, load_script, rows
 
 from edenrl.envs import PointMass, register_env, registry
 
-pytest.importorskip("mujoco", minversion="4.0")
+pytest.importorskip("mujoco", minversion="3.17")
 imageio = pytest.importorskip("imageio")
 
 TINY = ["--env.num_envs=4", "--evaluation.num_episodes=1", "--num_threads=1", "--checkpoint.interval_iterations=2"]

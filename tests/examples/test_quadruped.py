@@ -7,7 +7,7 @@ from trainer_cases import load_script
 
 from edenrl.training import read_metrics
 
-pytest.importorskip("mujoco", minversion="4.0")
+pytest.importorskip("mujoco", minversion="3.17")
 
 NAMES = ["Quadruped", "QuadrupedTerrain"]
 SHARED = ["--env.num_envs=4", "--env.kwargs.num_threads=1", "--num_threads=1", "--quiet"]

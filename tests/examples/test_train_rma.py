@@ -188,7 +188,7 @@ def test_the_run_keeps_evaluates_and_exports_the_deployed_policy(whole, capsys, 
 
 
 def test_the_robot_trains_and_exports(tmp_path, monkeypatch):
-    pytest.importorskip("mujoco", minversion="4.0")
+    pytest.importorskip("mujoco", minversion="3.17")
     flags = ["--env.name=QuadrupedTerrain", "--env.kwargs.num_threads=1", "--env.kwargs.episode_seconds=0.5"]
     flags += ["--algorithm.scan_hidden=8,4", '--env.kwargs.kinds=["rough"]']
     train(tmp_path / "run", 3, *flags, "--export")

@@ -127,7 +127,7 @@ def test_none_of_our_environments_is_left_out(built_in_environments):
 def test_our_environments_declare_every_group_they_publish(name):
     options = {}
     if name.startswith("Quadruped"):
-        pytest.importorskip("mujoco", minversion="4.0")
+        pytest.importorskip("mujoco", minversion="3.17")
         options = dict(groups=GROUPS, history_length=3, prop_history_length=4, num_threads=1)
     env = make_env(name, 2, seed=0, **options)
     contract = EnvContract.model_validate(nominal_env(env).policy_contract())
@@ -147,7 +147,7 @@ def test_our_environments_declare_every_group_they_publish(name):
 
 @pytest.mark.parametrize("name", ["Quadruped", "QuadrupedTerrain"])
 def test_the_quadruped_tells_what_moves_it(tmp_path, name):
-    pytest.importorskip("mujoco", minversion="4.0")
+    pytest.importorskip("mujoco", minversion="3.17")
     spec = spec_of(nominal_env(make_env(name, 2, seed=0, num_threads=1)), tmp_path)
     assert spec.actions.scale == [0.25] * 12 and spec.actions.bias == [0.0, 0.88, -1.58] * 4
     assert (spec.actions.low, spec.actions.high, spec.actions.clip) == ([-4.0] * 12, [4.0] * 12, True)
@@ -168,7 +168,7 @@ def test_the_quadruped_tells_what_moves_it(tmp_path, name):
     ],
 )
 def test_a_quadruped_with_random_motors_has_no_single_spec(tmp_path, randomize, names):
-    pytest.importorskip("mujoco", minversion="4.0")
+    pytest.importorskip("mujoco", minversion="3.17")
     names = ["motor_strength", "kd"] if names is None else names
     env = make_env("Quadruped", 3, seed=7, num_threads=1, randomize=randomize)
     assert env.policy_contract()["randomized"] == names
@@ -188,7 +188,7 @@ def test_a_quadruped_with_random_motors_has_no_single_spec(tmp_path, randomize, 
 
 
 def test_a_fixed_parameter_is_part_of_the_spec(tmp_path):
-    pytest.importorskip("mujoco", minversion="4.0")
+    pytest.importorskip("mujoco", minversion="3.17")
     fixed = {name: [low, low] for name, (low, _) in RANDOMIZATION.items()}
     fixed |= {"kp": [0.5, 0.5], "kd": [2.0, 2.0], "motor_strength": [0.8, 0.8], "joint_offset": [0.1, 0.1]}
     env = make_env("Quadruped", 2, seed=0, num_threads=1, randomize=fixed)

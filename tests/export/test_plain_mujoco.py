@@ -11,7 +11,7 @@ import torch
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 pytest.importorskip("onnxruntime")
-mujoco = pytest.importorskip("mujoco", minversion="4.0")
+mujoco = pytest.importorskip("mujoco", minversion="3.17")
 
 from edenrl.envs import Quadruped, wrap_env  # noqa: E402
 from edenrl.envs.quadruped import model_xml  # noqa: E402

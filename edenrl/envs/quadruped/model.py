@@ -43,7 +43,7 @@ def build_model(height_field: HeightField | None = None) -> Any:
         A ``mujoco.MjModel``.
 
     Raises:
-        ImportError: MuJoCo is missing or older than 4.0.
+        ImportError: MuJoCo is missing or older than 3.17.
 
     Examples:
         >>> from edenrl.envs.quadruped.model import build_model
@@ -67,7 +67,7 @@ def model_xml() -> str:
         The text of the file. Joints, actuators and sensors have the names that ``build_model`` gives them.
 
     Raises:
-        ImportError: MuJoCo is missing or older than 4.0.
+        ImportError: MuJoCo is missing or older than 3.17.
 
     Examples:
         >>> import mujoco
@@ -105,7 +105,7 @@ def load_mujoco() -> Any:
         import mujoco.batch
     except ImportError:
         raise ImportError(
-            f"The quadruped needs mujoco 4.0 or newer for its batched simulation; {mujoco.__version__} is installed. "
+            f"The quadruped needs mujoco 3.17 or newer for its batched simulation; {mujoco.__version__} is installed. "
             f"Upgrade it: {hint}"
         ) from None
     return mujoco

@@ -108,7 +108,7 @@ class Quadruped(QuadrupedObservations):
             on it.
 
     Raises:
-        ImportError: MuJoCo is missing or older than 4.0.
+        ImportError: MuJoCo is missing or older than 3.17.
         ValueError: an unknown group, command, range or reward, or an unknown group for a reward; a number out of range;
             an action that is not finite.
 
