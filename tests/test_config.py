@@ -718,9 +718,13 @@ def test_help_fits_a_screen(
     text = help_of(capsys, TrainPPO, *argv, presets=PRESETS)
     assert len(text.splitlines()) <= 40 and max(map(len, text.splitlines())) <= 80
     words = " ".join(text.split())
-    words = re.sub(r" [A-Z]+, --", ", --", words)  # Python 3.13 names the value once
-    for flags in ("--env.name, --env NAME", "--total_frames, --frames N", "--algorithm.lr, --lr RATE"):
-        assert flags in words
+    # Before Python 3.13, argparse repeats the value after every name of a flag.
+    for flags in (
+        r"--env\.name( NAME)?, --env NAME",
+        "--total_frames( N)?, --frames N",
+        r"--algorithm\.lr( RATE)?, --lr RATE",
+    ):
+        assert re.search(flags, words)
     assert "--help all" in words and "edenrl/config/presets.py" in words and "HalfCheetah-v5" in words
     assert "evaluation.metric" not in words
 

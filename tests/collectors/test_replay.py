@@ -498,14 +498,6 @@ def test_module_reads_a_sample():
     assert module(buffer.sample())["value"].shape == (5, 1)
 
 
-def test_the_page_shows_a_replay_that_works():
-    page = Path(__file__).parents[2] / "docs/pages/algorithms/flashsac.md"
-    samples = re.findall(r"^```python\n(.*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-    assert len(samples) == 2 and "DQNLoss" in samples[0]
-    for sample in samples:
-        exec(compile(sample, str(page), "exec"), {"__name__": "page"})
-
-
 @pytest.mark.parametrize("key", ["observation", "action", ("next", "observation"), ("next", "reward")])
 @pytest.mark.parametrize("value", [float("nan"), float("-inf"), 1e30])
 def test_data_that_is_not_finite_is_refused_before_anything_is_stored(key, value):
