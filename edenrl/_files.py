@@ -9,6 +9,7 @@ import shutil
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 __all__ = ["DiskFullError", "about_rsl_rl", "disk_space", "format_bytes", "write_atomic"]
 
@@ -51,15 +52,17 @@ def disk_space(folder: Path, what: str, needed: int = 0, advice: str = "Free som
     Raises:
         DiskFullError: with the folder, the bytes needed and the bytes free.
     """
-    there = next(path for path in [folder, *folder.resolve().parents] if path.exists())
+
+    def usage() -> Any:
+        return shutil.disk_usage(next(path for path in [folder, *folder.resolve().parents] if path.exists()))
 
     def full() -> DiskFullError:
         size = f" needs {format_bytes(needed)}," if needed else " could not be written,"
-        free = format_bytes(shutil.disk_usage(there).free)
+        free = format_bytes(usage().free)
         return DiskFullError(f"The disk of {folder} is full: {what}{size} {free} are free. {advice}")
 
-    usage = shutil.disk_usage(there)
-    if usage.total and needed > usage.free:  # some network drives report no size at all
+    # Small files are written in every iteration: they ask for nothing beforehand. Some network drives report no size.
+    if needed and usage().total and needed > usage().free:
         raise full()
     try:
         yield

@@ -17,6 +17,7 @@ from torchrl.checkpoint import CheckpointError
 from edenrl import distributed
 from edenrl._files import write_atomic
 from edenrl.training.checkpoint import has_checkpoint
+from edenrl.training.checkpoint_files import DamagedCheckpointError
 from edenrl.training.progress import format_table
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ def save_error(error: BaseException, run_dir: Path, where: str) -> None:
     with contextlib.suppress(OSError):  # a full disk must not hide the error
         write_atomic(path, f"{where.capitalize()}\n{''.join(lines)}")
         report += f"; the full traceback is in {path}"
-    if has_checkpoint(run_dir):
+    if has_checkpoint(run_dir) and not isinstance(error, DamagedCheckpointError):
         report += f"; continue with {_resume_command(run_dir)}"
     vars(error)["edenrl_report"] = report
 

@@ -126,8 +126,7 @@ class Run:
 
     def env(self) -> EnvBase:
         """The environment of ``cfg.env`` as its simulator made it: networks are built from its exact specs."""
-        env = build_env(self.cfg, self.device)
-        self._env = env
+        self._env = env = build_env(self.cfg, self.device)
         self.evaluations.play(env, self.frames_per_iteration, self._evaluate_policy)
         return env
 
