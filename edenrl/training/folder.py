@@ -193,7 +193,7 @@ class RunFolder:
                 if self._env is None:
                     raise
                 changed = changed_observations(self.dir, describe_observations(self._env))
-                raise CheckpointError(f"{error}{changed}") from error
+                raise type(error)(f"{error}{changed}") from error
         return resumed
 
     def open_outputs(self, iteration: int, unit: str) -> None:
