@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -56,8 +57,7 @@ class InitialWeights:
         with naming_intact_ones(self.path.parent):
             metadata = check_checkpoint(self.path, ())["metadata"]
         self._algorithm, self._layout = metadata["algorithm"], metadata["layout"]
-        self._taken: dict[str, list[str]] = {}
-        self._left_out: dict[str, list[str]] = {}
+        self._parts: list[_Part] = []
 
     @classmethod
     def of(cls, cfg: RunConfig) -> InitialWeights | None:
@@ -75,18 +75,18 @@ class InitialWeights:
             return
         state = network.state_dict()
         saved = self._read(name) if name in self._layout else {}
-        there, taken, left_out = _Layers(saved), [], []
+        there, part = _Layers(saved), _Part(name)
         for layer, shapes in _Layers(state).shapes.items():
             source = there.find(layer)
             if source is None:
-                left_out.append(f"{_title(layer, shapes)} (not there)")
+                part.absent.append(_title(layer, shapes))
             elif differences := _differences(_prefix(_relative(layer)), there.shapes[source], shapes):
-                left_out += differences
+                part.different += differences
             else:
-                taken.append(_title(layer, shapes))
+                part.taken.append(_title(layer, shapes))
                 state.update({_prefix(layer) + entry: saved[_prefix(source) + entry] for entry in shapes})
         network.load_state_dict(state)
-        self._taken[name], self._left_out[name] = taken, left_out
+        self._parts.append(part)
 
     def _read(self, name: str) -> dict[str, Any]:
         with naming_intact_ones(self.path.parent):
@@ -102,27 +102,43 @@ class InitialWeights:
         Raises:
             CheckpointError: naming the layers of both.
         """
-        if any(self._taken.values()):
+        if any(part.taken for part in self._parts):
             return
-        here = "; ".join(f"{name}: {', '.join(layers)}" for name, layers in self._left_out.items())
         there = "; ".join(f"{name}: {', '.join(_Layers(shapes).titles())}" for name, shapes in self._layout.items())
+        here = "; ".join(f"{part.name}: {part.left_out()}" for part in self._parts)
         raise CheckpointError(
-            f"No weights of {self.path} ({self._algorithm}) fit this run. It holds {there or 'no networks'}. This run "
-            f"lacks {here or 'trained networks'}."
+            f"No weights of {self.path} ({self._algorithm}) fit this run. It holds {there or 'no networks'}. What this "
+            f"run needs is {here or 'nothing, for it trains no network'}."
         )
 
     def report(self) -> str:
         """What was taken and what was left out, one line for each component."""
-        lines = [f"Weights of {self.path} ({self._algorithm}):"]
-        for name, taken in self._taken.items():
-            left_out = self._left_out[name]
-            if not taken:
-                fitting = "nothing was taken" if name in self._layout else "nothing was taken, it is not there"
-            else:
-                fitting = f"{len(taken)} layers were taken ({', '.join(taken)})"
-            missing = f"; left out: {', '.join(left_out)}" if left_out and name in self._layout else ""
-            lines.append(f"  {name}: {'all of it was taken' if not left_out else fitting}{missing}")
-        return "\n".join(lines)
+        lines = [f"  {part.name}: {part.report()}" for part in self._parts]
+        return "\n".join([f"Weights of {self.path} ({self._algorithm}):", *lines])
+
+
+@dataclass
+class _Part:
+    """What became of the layers of one component."""
+
+    name: str
+    taken: list[str] = field(default_factory=list)
+    absent: list[str] = field(default_factory=list)
+    different: list[str] = field(default_factory=list)
+
+    def left_out(self) -> str:
+        """What was not taken, and why."""
+        reasons = [f"{', '.join(self.absent)} (not there)"] if self.absent else []
+        return ", ".join([*reasons, *self.different])
+
+    def report(self) -> str:
+        """What was taken and what was left out."""
+        left_out = self.left_out()
+        if not left_out:
+            return "all of it was taken"
+        if not self.taken:
+            return f"nothing was taken; new are {left_out}"
+        return f"took {', '.join(self.taken)}; new are {left_out}"
 
 
 class _Reader:
