@@ -66,6 +66,8 @@ class AMPConfig(PPOConfig):
     @classmethod
     def _without_warm_start(cls, values: Any) -> Any:
         # Runs from before ``init_from`` have this field. It says where their first weights came from.
+        if not isinstance(values, dict):
+            return values
         return {name: value for name, value in values.items() if name != "warm_start"}
 
     def style_options(self, env: Any) -> dict[str, Any]:

@@ -228,6 +228,8 @@ def test_help_shows_both(capsys):
 
 def test_runs_of_amp_from_before_init_from_are_still_read():
     assert AMPConfig.model_validate({"warm_start": None, "num_frames": 3}).num_frames == 3
+    with pytest.raises(ValueError, match="valid dictionary"):
+        AMPConfig.model_validate(3)
 
 
 def saved_steps(path):
