@@ -27,9 +27,7 @@ _COMMON = {
     "device": "DEVICE",
     "run_dir": "DIR",
     "resume": "DIR",
-    "resume_checkpoint": "NAME",
     "init_from": "DIR",
-    "init_checkpoint": "NAME",
     "export": "BOOL",
     "quiet": "BOOL",
 }

@@ -126,7 +126,7 @@ class RunConfig(Config):
     resume_schedule: Literal["restore", "restart"] = "restore"
     """On resume, restore the learning-rate schedule, or restart it over the remaining updates."""
     init_from: Folder | None = None
-    """Run directory whose weights a new run starts from, as far as names and shapes agree. None: new networks."""
+    """Run directory whose weights a new run starts with. Layers whose names or shapes differ stay new."""
     init_checkpoint: Name = "best"
     """Checkpoint of init_from: best, latest, or a checkpoint's name or path."""
     export: bool = False

@@ -219,11 +219,15 @@ def test_flags_that_do_not_go_together(tmp_path, capsys, flags, expected):
     assert expected in " ".join(capsys.readouterr().err.split())
 
 
-def test_help_shows_both(capsys):
-    with pytest.raises(SystemExit):
-        parse_cli(RunConfig, ["--help"])
-    text = capsys.readouterr().out
-    assert all(f"--{name}" in text for name in ("init_from", "init_checkpoint", "resume_checkpoint"))
+def test_help_shows_the_common_flag_and_help_all_every_one(capsys):
+    for kind, names in (
+        ("--help", ["init_from"]),
+        ("--help=all", ["init_from", "init_checkpoint", "resume_checkpoint"]),
+    ):
+        with pytest.raises(SystemExit):
+            parse_cli(RunConfig, [kind])
+        shown = capsys.readouterr().out
+        assert all(f"--{name}" in shown for name in names)
 
 
 def test_runs_of_amp_from_before_init_from_are_still_read():
