@@ -97,6 +97,15 @@ def format_bytes(number: float) -> str:
     return f"{number / 1000:.1f} TB"
 
 
+def about_checkpoint(path: str | Path) -> str | None:
+    """What to give in place of a checkpoint that was given as a run, or of the folder of checkpoints."""
+    path = Path(path).expanduser().absolute()
+    for folder in (path.parent, path):
+        if folder.name == "checkpoints" and (folder.parent / "config.json").is_file():
+            return f"{path} lies inside a run; give the run, {folder.parent}, and the checkpoint by its name"
+    return None
+
+
 def about_rsl_rl(path: str | Path) -> str | None:
     """What to do with a checkpoint of rsl_rl, or a folder of them, that was given as a run; None for anything else.
 

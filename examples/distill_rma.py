@@ -59,17 +59,18 @@ def main(argv=None):
     algo.require_teacher()
     with Run(cfg) as run:  # seeds, device, run directory, checkpoints, evaluation, Ctrl-C
         env = run.env()
-        teacher, policy = run.keep(teacher=make_teacher(cfg, env), policy=make_policy(cfg, env))
+        teacher, policy = make_teacher(cfg, env).requires_grad_(False), make_policy(cfg, env)
         student = policy.module
+        if run.is_new:  # a resumed run restores the teacher from its own checkpoint
+            load_policy_weights(teacher, algo.teacher_run, algo.teacher_checkpoint, env=env)
+            student.actor.load_state_dict(rma_composition(teacher).actor.state_dict())
+        run.keep(teacher=teacher, policy=policy)
         loss = DepthDistillationLoss(student)
         step = run.gradient_step(loss, max_grad_norm={"student_actor": algo.max_grad_norm})  # encoder: no clipping
         collector = DepthDistillationCollector(
             run.training_env(env), teacher, policy, algo.steps_per_env, num_pretrain_iters=algo.num_pretrain_iters
         )
         run.keep(collector=collector)
-        if run.is_new:  # a resumed run restores the teacher from its own checkpoint
-            load_policy_weights(teacher, algo.teacher_run, algo.teacher_checkpoint, env=env)
-            student.actor.load_state_dict(rma_composition(teacher).actor.state_dict())
         for rollout in run.rollouts(collector):  # [environments, steps]
             losses = loss(rollout)
             run.record(losses, step(losses))  # one update: back-propagation through the whole rollout

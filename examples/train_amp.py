@@ -51,7 +51,6 @@ def main(argv=None):
         warn_if_saturated = SaturationWatch()
         windows = run.keep(windows=WindowBuffer(algo.window_buffer_size, motion.window_dim, size, **own))
         collector = run.keep(collector=make_collector(run.training_env(env), policy, **run.collector_options()))
-        run.start_from(algo.warm_start, "policy", "critic")
         run.begin()  # creates the run directory, or restores a checkpoint
         if algo.motion is None and run.leads:
             save_trot_clips(run.dir / "trot.npz", standing=False)

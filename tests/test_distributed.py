@@ -214,6 +214,18 @@ def test_stopped_and_resumed_equals_uninterrupted(whole, tmp_path):
     assert rows(whole[0] / "run") == rows(tmp_path / "run")
 
 
+def test_two_processes_start_from_the_weights_of_another_run(whole, tmp_path):
+    still = ["--algorithm.lr=1e-12", "--algorithm.lr_schedule=constant", f"--init_from={whole[0] / 'run'}"]
+    flags = [*TINY, *still, "--init_checkpoint=latest", f"--total_frames={FRAMES}", f"--run_dir={tmp_path}/run"]
+    process = start_torchrun("train", tmp_path, *flags)
+    output = finish(process)
+    assert process.returncode == 0 and output.count("all of it was taken") == 2, output
+    before, (first, second) = results(whole[0])[0]["state"], results(tmp_path)
+    assert first["digest"] == second["digest"]
+    for key in (key for key in before if key.startswith("policy.") and ".norm." not in key):
+        torch.testing.assert_close(first["state"][key], before[key], rtol=0, atol=1e-8)
+
+
 def test_another_number_of_processes_is_refused(whole, capsys):
     message = TRAINERS["PPO"].refused(capsys, f"--resume={whole[0] / 'run'}")
     assert "was saved by 2 process(es), this run has 1" in message and "torchrun --nproc_per_node 2" in message

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from edenrl.config.base import Count, Name, NonNegative, refuse
 from edenrl.config.ppo import PPOConfig
-from edenrl.config.run import Folder
 
 
 def _not_plain(name: Any) -> Any:
     if name == "PPO":
         raise refuse(
             "a plain PPO run holds no discriminator and cannot go on as one with a motion prior; start a new run from "
-            "its policy and critic with --algorithm.warm_start RUN_DIR"
+            "its policy and critic with --init_from RUN_DIR"
         )
     return name
 
@@ -62,8 +61,14 @@ class AMPConfig(PPOConfig):
     """PPO mini-batch steps per discriminator step. Raise it if the discriminator becomes too accurate."""
     window_buffer_size: Count = 100_000
     """Number of the policy's windows kept to train the discriminator."""
-    warm_start: Folder | None = None
-    """Run directory (plain PPO, for example) that gives the initial policy and critic. None: new networks."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_warm_start(cls, values: Any) -> Any:
+        # Runs from before ``init_from`` have this field. It says where their first weights came from.
+        if not isinstance(values, dict):
+            return values
+        return {name: value for name, value in values.items() if name != "warm_start"}
 
     def style_options(self, env: Any) -> dict[str, Any]:
         """Options of ``edenrl.modules.AMPReward`` for an environment, whose ``control_dt`` may be the scale."""

@@ -39,9 +39,11 @@ def parse_cli(
     underscores are the same: ``--run-dir``. Four fields have a short name: ``--env`` (``env.name``), ``--num_envs``,
     ``--frames`` (``total_frames``) and ``--lr``. ``--help`` shows the common flags, ``--help all`` every one.
     ``--config FILE`` starts from a saved configuration, ``--resume RUN_DIR`` from the one of a run to continue, which
-    also becomes ``run_dir``. From lowest to highest precedence: class defaults, the preset of the environment (only
-    without ``--config`` and ``--resume``), the file, the command line. A dictionary such as ``env.kwargs`` is replaced
-    by a higher layer that names it; ``--env.kwargs.KEY`` changes one entry of what is there.
+    also becomes ``run_dir``. ``--init_from RUN_DIR`` starts a new run with the weights of another one.
+
+    From lowest to highest precedence: class defaults, the preset of the environment (only without ``--config`` and
+    ``--resume``), the file, the command line. A dictionary such as ``env.kwargs`` is replaced by a higher layer that
+    names it; ``--env.kwargs.KEY`` changes one entry of what is there.
 
     A resumed run cannot change what its restored state would overrule, see ``refuse_changes``. The ``config.json`` of a
     run does not name its directory, so that ``--config RUN/config.json`` starts a new run beside it; ``resume`` and the

@@ -27,6 +27,7 @@ _COMMON = {
     "device": "DEVICE",
     "run_dir": "DIR",
     "resume": "DIR",
+    "init_from": "DIR",
     "export": "BOOL",
     "quiet": "BOOL",
 }

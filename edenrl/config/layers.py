@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from edenrl._files import about_rsl_rl
+from edenrl._files import about_checkpoint, about_rsl_rl
 from edenrl.config.base import Config
 from edenrl.config.fields import containers, defaults, merge
 from edenrl.config.files import read_config
@@ -36,7 +36,11 @@ def layered(
     if resume is not None:
         if not resume:
             raise ValueError("--resume is empty; give the directory of an earlier run")
+        if typed.get("init_from") is not None:
+            raise ValueError("give --resume or --init_from, not both: a resumed run goes on with its own weights")
         folder = Path(os.path.expanduser(resume))
+        if about := about_checkpoint(folder):
+            raise FileNotFoundError(f"--resume: {about}; for example --resume_checkpoint {folder.name}")
         if not (folder / "config.json").is_file() and (about := about_rsl_rl(folder)):
             raise FileNotFoundError(f"--resume: {about}")
         if not folder.is_dir():

@@ -14,6 +14,7 @@ _FREE = (
     "algorithm.updates",
     "algorithm.motion",
     "resume",
+    "resume_checkpoint",
     "run_dir",
     "export",
     "quiet",

@@ -121,8 +121,14 @@ class RunConfig(Config):
     """Directory of this run. None: runs/<algorithm>-<env>-s<seed>-<time>."""
     resume: Folder | None = None
     """Run directory to continue. It becomes run_dir. Other flags override its config.json."""
+    resume_checkpoint: Name = "latest"
+    """Checkpoint to continue from: latest, best, or a checkpoint's name. Later ones go when the run saves its next."""
     resume_schedule: Literal["restore", "restart"] = "restore"
     """On resume, restore the learning-rate schedule, or restart it over the remaining updates."""
+    init_from: Folder | None = None
+    """Run directory whose weights a new run starts with. Layers whose names or shapes differ stay new."""
+    init_checkpoint: Name = "best"
+    """Checkpoint of init_from: best, latest, or a checkpoint's name or path."""
     export: bool = False
     """At the end, export the best checkpoint's policy to policy/ of run_dir, as ONNX and TorchScript."""
     quiet: bool = False
@@ -193,6 +199,14 @@ class RunConfig(Config):
                     f"resume and run_dir name two directories, {self.resume} and {self.run_dir}; a resumed run goes on "
                     f"in its own. Leave run_dir out, or start a new run with --config {self.resume}/config.json"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _check_checkpoints(self) -> RunConfig:
+        if self.resume is None and self.resume_checkpoint != "latest":
+            raise refuse(f"resume_checkpoint = {self.resume_checkpoint!r} needs the run that it belongs to: set resume")
+        if self.init_from is None and self.init_checkpoint != "best":
+            raise refuse(f"init_checkpoint = {self.init_checkpoint!r} needs the run that it belongs to: set init_from")
         return self
 
     @model_validator(mode="after")

@@ -1,6 +1,7 @@
 """What every training script shares: runs, checkpoints, logging, progress and evaluation."""
 
-from edenrl.training.checkpoint import Checkpoints, has_checkpoint, load_policy_weights, load_weights, require_run
+from edenrl.training.checkpoint import Checkpoints, load_policy_weights, load_weights
+from edenrl.training.checkpoint_folder import has_checkpoint, require_run
 from edenrl.training.environment import (
     append_primers,
     build_env,

@@ -5,17 +5,17 @@ from __future__ import annotations
 import contextlib
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import nn
-from torchrl.checkpoint import Checkpoint, CheckpointError, CheckpointRotation
+from torchrl.checkpoint import Checkpoint, CheckpointError
 from torchrl.envs import EnvBase
 
 from edenrl import distributed
-from edenrl._files import about_rsl_rl, disk_space
+from edenrl._files import disk_space
 from edenrl.training.checkpoint_files import (
     DamagedCheckpointError,
     SealedCheckpoint,
@@ -23,62 +23,16 @@ from edenrl.training.checkpoint_files import (
     check_checkpoint,
     folder_bytes,
 )
+from edenrl.training.checkpoint_folder import (
+    Rotation,
+    damage_of,
+    find_checkpoint,
+    naming_intact_ones,
+    reading,
+)
 from edenrl.training.observations import changed_observations, describe_observations
 
-__all__ = ["Checkpoints", "has_checkpoint", "load_policy_weights", "load_weights", "require_run"]
-
-
-class _Rotation(CheckpointRotation):
-    """Lets a checkpoint go without the metric (an interrupted run is not evaluated): it is then never the best."""
-
-    def _validate_metric(self, metadata: Mapping[str, Any]) -> None:
-        if self.keep_best is not None and self.keep_best[0] in metadata:
-            super()._validate_metric(metadata)
-
-    def all_paths(self) -> list[Path]:
-        """Every folder that is named as a checkpoint, damaged ones too; the newest comes first."""
-        found = self.directory.glob(f"{self.prefix}-*") if self.directory.is_dir() else []
-        steps = {path: path.name.removeprefix(f"{self.prefix}-") for path in found}
-        return sorted((path for path, step in steps.items() if step.isdigit()), key=lambda p: -int(steps[p]))
-
-    def intact(self) -> list[str]:
-        """Names of the checkpoints whose files are as they were written."""
-        return [path.name for path in self.all_paths() if _damage(path) is None]
-
-
-def _damage(path: Path) -> DamagedCheckpointError | None:
-    try:
-        check_checkpoint(path)
-    except DamagedCheckpointError as error:
-        return error
-    return None
-
-
-def _best(rotation: _Rotation) -> Path | None:
-    """The best checkpoint of a run (the newest if none was evaluated), of those whose manifests can be read."""
-    newest = rotation.latest()
-    if newest is None:
-        return None
-    unread = set(rotation.all_paths()) - set(rotation.checkpoints())
-    if unread:
-        warnings.warn(f"{_damage(min(unread))} The best of the other checkpoints is used.", stacklevel=4)
-    # Runs of the first versions do not say what "best" means; it was this.
-    metric, mode = Checkpoint.manifest(newest)["metadata"].get("best", ("return_mean", "max"))
-    return _Rotation(rotation.directory, keep_last=1, keep_best=(metric, mode)).best() or newest
-
-
-@contextlib.contextmanager
-def _named(path: Path) -> Iterator[None]:
-    """Adds the folder to errors about checkpoints that have no checksums, whose files may be damaged."""
-    try:
-        yield
-    except CheckpointError as error:
-        if Checkpoint.manifest(path)["metadata"].get("sealed"):
-            raise
-        raise CheckpointError(
-            f"{path} cannot be loaded: {error} It was saved without checksums, so its files may be damaged. To use an "
-            "older checkpoint of the run, move this one away."
-        ) from error
+__all__ = ["Checkpoints", "load_policy_weights", "load_weights"]
 
 
 def _layout(components: Mapping[str, Any]) -> dict[str, dict[str, list[int]]]:
@@ -145,7 +99,7 @@ class Checkpoints:
     ) -> None:
         self.components, self.algorithm, self.best_metric = dict(components), algorithm, best_metric
         self.best_mode = best_mode
-        self.rotation = _Rotation(directory, keep_last=keep_last, keep_best=(best_metric, best_mode))
+        self.rotation = Rotation(directory, keep_last=keep_last, keep_best=(best_metric, best_mode))
         self._checkpoint = SealedCheckpoint()
         for name, component in self.components.items():
             # One file a component and no pickle; the default writes a file per tensor.
@@ -201,7 +155,7 @@ class Checkpoints:
             )
         networks = [component for component in self.components.values() if isinstance(component, nn.Module)]
         device = next((parameter.device for network in networks for parameter in network.parameters()), None)
-        with _named(path):
+        with reading(path):
             self._checkpoint.load(path, map_location=device)
         return metadata
 
@@ -211,7 +165,7 @@ class Checkpoints:
             raise FileNotFoundError(f"No checkpoint in {self.rotation.directory}.")
         found: list[str] = []
         for path in paths:
-            damage = _damage(path)
+            damage = damage_of(path)
             if damage is None:
                 if found and distributed.rank() == 0:
                     warnings.warn(f"{' '.join(found)} Continuing from {path}, the newest intact one.", stacklevel=3)
@@ -222,12 +176,41 @@ class Checkpoints:
             "start a new run."
         )
 
-    def newest_manifest(self) -> tuple[Path, dict[str, Any]] | None:
-        """The newest checkpoint whose manifest is as it was written, and its metadata; ``None`` without one."""
+    def find(self, which: str) -> Path | None:
+        """The path of the checkpoint "best", or of that name, in this folder; None for "latest", which ``load`` finds.
+
+        Raises:
+            FileNotFoundError: if there is none of that name (listing those there are).
+            CheckpointError: for a path into another folder.
+        """
+        if which == "latest":
+            return None
+        path = find_checkpoint(self.rotation.directory.parent, which)
+        if path.parent.resolve() != self.rotation.directory.resolve():
+            raise CheckpointError(
+                f"{path} is no checkpoint of this run. To start a new run from its weights, use --init_from."
+            )
+        return path
+
+    def manifest(self, which: str) -> tuple[Path, dict[str, Any]] | None:
+        """The path and the metadata of the checkpoint that ``find`` names.
+
+        For "latest" it is the newest one whose manifest is as it was written; ``None`` without one.
+
+        Raises:
+            DamagedCheckpointError: if a file of the one that was named is not as it was written.
+        """
+        if named := self.find(which):
+            with naming_intact_ones(self.rotation.directory):
+                return named, check_checkpoint(named)["metadata"]
         for path in self.rotation.all_paths():
             with contextlib.suppress(DamagedCheckpointError):
                 return path, check_checkpoint(path, ())["metadata"]
         return None
+
+    def later(self, step: int) -> list[str]:
+        """Names of the checkpoints of later steps; the next ``save`` removes them."""
+        return [path.name for path in self.rotation.all_paths(after=step)]
 
     def latest(self) -> Path | None:
         """The newest complete checkpoint, or ``None``."""
@@ -242,38 +225,6 @@ class Checkpoints:
         if self.rotation.directory.is_dir():
             for leftover in self.rotation.directory.glob(f".{self.rotation.prefix}-*"):
                 shutil.rmtree(leftover, ignore_errors=True)
-
-
-def has_checkpoint(run_dir: str | Path) -> bool:
-    """Whether a run directory holds a checkpoint, be it damaged.
-
-    Examples:
-        >>> has_checkpoint("no-such-run")
-        False
-    """
-    return bool(_Rotation(Path(run_dir) / "checkpoints", keep_last=1).all_paths())
-
-
-def require_run(run_dir: str | Path) -> None:
-    """Refuses what is no run directory.
-
-    Raises:
-        FileNotFoundError: saying what it is instead.
-
-    Examples:
-        >>> require_run("no-such-run")
-        Traceback (most recent call last):
-        ...
-        FileNotFoundError: no-such-run: no such directory; give the directory of a run.
-    """
-    path = Path(run_dir).expanduser()
-    if (path / "config.json").is_file():
-        return
-    if about := about_rsl_rl(path):
-        raise FileNotFoundError(about)
-    if not path.is_dir():
-        raise FileNotFoundError(f"{run_dir}: no such directory; give the directory of a run.")
-    raise FileNotFoundError(f"{run_dir} is not a run directory: it has no config.json.")
 
 
 def load_policy_weights(
@@ -315,37 +266,15 @@ def load_weights(
         CheckpointError: for another architecture, naming the first difference.
         DamagedCheckpointError: if a file is missing or is not as it was written, naming it and the intact checkpoints.
     """
-    rotation = _Rotation(Path(run_dir) / "checkpoints", keep_last=1)
-    if which in ("best", "latest"):
-        path = next(iter(rotation.all_paths()), None)
-        if which == "best":
-            path = _best(rotation) or path
-    else:
-        given = Path(which).expanduser()
-        places = (given, rotation.directory / given)
-        path = next((p for p in places if Checkpoint.is_checkpoint(p) or p in rotation.all_paths()), None)
-        if path is None:
-            if about := about_rsl_rl(given):
-                raise FileNotFoundError(about)
-            there = ", ".join(sorted(p.name for p in rotation.directory.glob(f"{rotation.prefix}-*"))) or "nothing"
-            raise FileNotFoundError(
-                f"{which} is no checkpoint, neither as a path nor in {rotation.directory}, which holds {there}. Give "
-                "one of these, 'best' or 'latest'."
-            )
-    if path is None:
-        require_run(run_dir)
-        raise FileNotFoundError(f"{run_dir} has no checkpoint yet: the run was stopped before its first one.")
-    try:
+    path = find_checkpoint(run_dir, which)
+    with naming_intact_ones(path.parent):
         saved = check_checkpoint(path, networks)["metadata"]["layout"]
-    except DamagedCheckpointError as error:
-        intact = ", ".join(rotation.intact())
-        raise DamagedCheckpointError(f"{error} Intact are: {intact or 'none'}. Give one of these instead.") from None
     if difference := _first_difference(saved, _layout(networks)):
         changed = "" if env is None else changed_observations(path.parent.parent, describe_observations(env))
         raise CheckpointError(
             f"{path} does not fit this {' and '.join(networks)}: {difference}.{changed} Nothing was loaded."
         )
     device = next(next(iter(networks.values())).parameters()).device
-    with _named(path):
+    with reading(path):
         Checkpoint(**networks).load(path, map_location=device)
     return path

@@ -18,7 +18,8 @@ from edenrl import distributed
 from edenrl._files import DiskFullError, disk_space
 from edenrl.config import RunConfig, load_config, refuse_changes, save_config
 from edenrl.optim import GradientStep
-from edenrl.training.checkpoint import Checkpoints, has_checkpoint
+from edenrl.training.checkpoint import Checkpoints
+from edenrl.training.checkpoint_folder import has_checkpoint
 from edenrl.training.lock import DirectoryLock
 from edenrl.training.loggers import RunLogger
 from edenrl.training.observations import changed_observations, describe_observations, save_observations
@@ -158,7 +159,7 @@ class RunFolder:
         if self.cfg.resume is None:
             return
         config = self.dir / "config.json"
-        path, metadata = self.checkpoints.newest_manifest() or (None, {})
+        path, metadata = self.checkpoints.manifest(self.cfg.resume_checkpoint) or (None, {})
         restart = self.cfg.resume_schedule == "restart"
         if config.exists():
             written = load_config(type(self.cfg), config)
@@ -182,13 +183,13 @@ class RunFolder:
             )
 
     def restore(self) -> bool:
-        """Loads the newest intact checkpoint of a resumed run; returns whether there was one."""
+        """Loads the checkpoint that a resumed run continues from; returns whether there was one."""
         if self._leads:
             self.checkpoints.sweep()
         resumed: bool = distributed.from_first(self.cfg.resume is not None and has_checkpoint(self.dir))
         if resumed:
             try:
-                self.checkpoints.load()
+                self.checkpoints.load(self.checkpoints.find(self.cfg.resume_checkpoint))
             except CheckpointError as error:
                 if self._env is None:
                     raise
@@ -208,7 +209,8 @@ class RunFolder:
             return
         cfg = self.cfg
         # Where the run lies is not part of it: the file must fit a moved run, and a new run that starts from it.
-        once: dict[str, Any] = {"resume": None, "run_dir": None, "resume_schedule": "restore"}
+        once: dict[str, Any] = {"resume": None, "run_dir": None}
+        once |= {"resume_checkpoint": "latest", "resume_schedule": "restore"}
         save_config(cfg.model_copy(update=once), self.dir / "config.json")
         for report in self.dir.glob("error*.txt"):
             report.unlink()

@@ -16,14 +16,14 @@ from torchrl.checkpoint import CheckpointError
 
 from edenrl import distributed
 from edenrl._files import write_atomic
-from edenrl.training.checkpoint import has_checkpoint
 from edenrl.training.checkpoint_files import DamagedCheckpointError
+from edenrl.training.checkpoint_folder import has_checkpoint
 from edenrl.training.progress import format_table
 
 if TYPE_CHECKING:
     from edenrl.training.run import Run
 
-__all__ = ["run_banner", "run_script", "run_table", "save_error"]
+__all__ = ["run_banner", "run_script", "run_table", "save_error", "starting_point"]
 
 
 def run_banner(run: Run) -> str:
@@ -53,6 +53,28 @@ def _networks(components: Mapping[str, Any]) -> str:
             counted |= own
             shown.append(f"{name} {sum(parameter.numel() for parameter in own):,}")
     return f"{', '.join(shown)} parameters" if shown else "none"
+
+
+def starting_point(run: Run, resumed: bool) -> list[str]:
+    """What a run says about where it starts.
+
+    Args:
+        run: the run.
+        resumed: whether it goes on from a checkpoint.
+    """
+    lines = [] if run.initial is None else [run.initial.report()]
+    if resumed and run.remaining:
+        lines.append(f"Resumed {run.dir} at iteration {run.iteration} of {run.iterations}.")
+        if later := run.folder.checkpoints.later(run.iteration):
+            lines.append(f"When the run saves its next checkpoint, it removes {', '.join(later)}.")
+    elif resumed:
+        lines.append(f"{run.dir} is complete. To train it further, ask for more {run.unit} (--total_frames).")
+    elif run.cfg.resume is not None:
+        lines.append(f"{run.dir} has no checkpoint yet: starting from the beginning with its config.json.")
+    if run.evaluations.metric_is_unknown:
+        name = run.cfg.evaluation.metric
+        lines.append(f"Whether evaluations measure evaluation.metric {name!r} is seen at the first one.")
+    return lines
 
 
 def run_table(run: Run) -> dict[str, Any]:

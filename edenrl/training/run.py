@@ -16,14 +16,15 @@ from edenrl import distributed
 from edenrl.config import RunConfig
 from edenrl.envs import action_box, process_seed, wrap_env
 from edenrl.optim import GradientStep
-from edenrl.training.checkpoint import has_checkpoint, load_weights
+from edenrl.training.checkpoint_folder import has_checkpoint
 from edenrl.training.environment import build_env, collector_options, evaluate_run
 from edenrl.training.exporting import export_run, require_export
 from edenrl.training.folder import RunFolder, run_directory
+from edenrl.training.initial_weights import InitialWeights
 from edenrl.training.metrics import IterationMetrics
 from edenrl.training.optimization import Trained, build_gradient_step
 from edenrl.training.progress import format_table, print_line
-from edenrl.training.reports import run_banner, run_table
+from edenrl.training.reports import run_banner, run_table, starting_point
 from edenrl.training.run_evaluations import RunEvaluations
 from edenrl.training.startup import check_components, setup
 from edenrl.training.stopping import StopRequest, shut_down
@@ -36,7 +37,7 @@ class Run:
 
     Entering the run sets seeds, threads and the device. The script then builds its parts: ``env`` gives the
     environment, ``keep`` names what a checkpoint must hold, ``gradient_step`` adds an optimizer with its schedule.
-    The first iteration creates the run directory or, with ``cfg.resume``, restores the newest checkpoint: wrong input
+    The first iteration creates the run directory or, with ``cfg.resume``, restores a checkpoint: wrong input
     that the parts refuse leaves no directory behind. After each iteration the run writes metrics and progress. Ten
     times a run, by default, it saves a checkpoint and evaluates the policy; less often where evaluations would take
     more than about a tenth of the time.
@@ -63,6 +64,7 @@ class Run:
         leads: whether this process is the one that writes, prints and evaluates.
         iteration: iterations that are done.
         evaluations: what is evaluated, and when.
+        initial: the weights of another run that this one starts from; None without ``cfg.init_from``, and on resume.
 
     Raises:
         ValueError: for a device that cannot be used, or what ``cfg.resume`` cannot change.
@@ -113,6 +115,7 @@ class Run:
         if cfg.export:
             require_export()
         self.device = setup(cfg)
+        self.initial = InitialWeights.of(cfg) if self.is_new else None
         self.seed = process_seed(cfg.seed, distributed.rank())
         self.leads = distributed.rank() == 0
         iterations, frames = self._asked
@@ -148,7 +151,8 @@ class Run:
     def keep(self, **components: Any) -> Any:
         """Names the parts that must continue on resume, and moves networks to the run's device.
 
-        Random states, counters and what ``gradient_step`` makes are kept by themselves.
+        Random states, counters and what ``gradient_step`` makes are kept by themselves. With ``cfg.init_from`` networks
+        get the other run's weights here, so that all that is built from them afterwards has them, too.
 
         Args:
             components: networks, optimizers, collectors, buffers: anything with ``state_dict`` and
@@ -161,9 +165,11 @@ class Run:
             raise RuntimeError(f"keep({', '.join(components)}) comes too late: name components before the first step.")
         if taken := components.keys() & self._components.keys():
             raise ValueError(f"The run already keeps {sorted(taken)}; give the new ones other names.")
-        for component in components.values():
+        for name, component in components.items():
             if isinstance(component, nn.Module):
                 component.to(self.device)
+                if self.initial is not None:
+                    self.initial.give(name, component)
         self._components.update(components)
         kept = tuple(components.values())
         return kept[0] if len(kept) == 1 else kept
@@ -227,19 +233,8 @@ class Run:
         """Iterations still to do."""
         return max(self.iterations - self.iteration, 0)
 
-    def start_from(self, run_dir: str | Path | None, *names: str, which: str = "latest") -> None:
-        """Gives components the weights that another run's have; a run that is resumed has its own.
-
-        Args:
-            run_dir: the other run's directory; None: nothing happens.
-            names: components, such as "policy" and "critic".
-            which: as for ``load_weights``.
-        """
-        if run_dir is not None and self.is_new:
-            load_weights({name: self._components[name] for name in names}, run_dir, which, env=self._env)
-
     def begin(self) -> None:
-        """Creates the run directory, or restores the newest checkpoint; the first iteration does it where nobody has.
+        """Creates the run directory, or restores a checkpoint; the first iteration does it where nobody has.
 
         Call it to look at restored parts, or to write into the run directory, before the first iteration.
         """
@@ -248,6 +243,8 @@ class Run:
         cfg = self.cfg
         check_components(cfg, self._components, evaluates_policy=self.evaluations.plays)
         self.evaluations.refuse_unknown_metric()
+        if self.initial is not None:
+            self.initial.require_some()
         self.dir = run_directory(cfg, self.algorithm)
         size = self.iterations, self.frames_per_iteration
         self.folder = RunFolder(cfg, self.algorithm, self.dir, self._components, {"run": self}, size, self._env)
@@ -258,7 +255,8 @@ class Run:
             distributed.broadcast_modules([c for c in self._components.values() if isinstance(c, nn.Module)])
             self.folder.open_outputs(self.iteration, self.unit)
             self.folder.say(run_banner(self))
-            self._say_where_it_starts(resumed)
+            for line in starting_point(self, resumed):
+                self.folder.say(line)
             self._stop = StopRequest(self.folder.say)
             self._stop.catch_signals()
             if cfg.resume and cfg.resume_schedule == "restart":
@@ -308,17 +306,6 @@ class Run:
     def log(self, *metrics: Mapping[str, Tensor | float]) -> None:
         """Adds scalars to the row of this iteration as they are. Tensors move to the host when it ends, all at once."""
         self._metrics.log(*metrics)
-
-    def _say_where_it_starts(self, resumed: bool) -> None:
-        if resumed and self.remaining:
-            self.folder.say(f"Resumed {self.dir} at iteration {self.iteration} of {self.iterations}.")
-        elif resumed:
-            self.folder.say(f"{self.dir} is complete. To train it further, ask for more {self.unit} (--total_frames).")
-        elif self.cfg.resume is not None:
-            self.folder.say(f"{self.dir} has no checkpoint yet: starting from the beginning with its config.json.")
-        if self.evaluations.metric_is_unknown:
-            name = self.cfg.evaluation.metric
-            self.folder.say(f"Whether evaluations measure evaluation.metric {name!r} is seen at the first one.")
 
     def state_dict(self) -> dict[str, Any]:
         """Counters (the checkpoint's "run" component)."""

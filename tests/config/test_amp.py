@@ -13,7 +13,7 @@ from edenrl.config import AMPConfig, presets
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
-        (dict(name="PPO"), "--algorithm.warm_start RUN_DIR"),
+        (dict(name="PPO"), "--init_from RUN_DIR"),
         (dict(name="GRPO"), "name"),
         (dict(actor_groups=None), "actor_groups"),
         (dict(actor_groups=("observation", "amp_window")), "discriminator's alone"),

@@ -218,13 +218,13 @@ def test_mistakes_name_the_fix_before_the_environment_is_built(refuses, tmp_path
     assert Windowed.built == 0 and not (tmp_path / "run").exists()
 
 
-def test_a_ppo_run_is_refused_and_accepted_as_a_warm_start(tmp_path, clips, capsys):
+def test_a_ppo_run_cannot_be_resumed_but_started_from(tmp_path, clips, capsys):
     train_ppo.main([f"--run_dir={tmp_path / 'ppo'}", f"--total_frames={4 * FRAMES}", "--quiet", *PPO])
     message = TRAINERS["AMP"].refused(capsys, f"--resume={tmp_path / 'ppo'}", f"--algorithm.motion={clips}")
-    assert "a plain PPO run holds no discriminator" in message and "--algorithm.warm_start RUN_DIR" in message
+    assert "a plain PPO run holds no discriminator" in message and "--init_from RUN_DIR" in message
     still = ["--algorithm.lr=1e-12", "--algorithm.lr_schedule=constant", "--algorithm.normalize_observations=false"]
     train_ppo.main([f"--run_dir={tmp_path / 'raw'}", f"--total_frames={4 * FRAMES}", "--quiet", *PPO, still[-1]])
-    train(tmp_path / "amp", 1, *still, f"--algorithm.warm_start={tmp_path / 'raw'}", motion=clips)
+    train(tmp_path / "amp", 1, *still, f"--init_from={tmp_path / 'raw'}", motion=clips)
     raw = gaussian_actor({"observation": 14}, 2, hidden=(8,), normalize=False)
     amp, critics = gaussian_actor({"observation": 14}, 2, hidden=(8,), normalize=False), []
     for _ in range(2):

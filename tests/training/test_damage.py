@@ -13,8 +13,8 @@ from torchrl.checkpoint import Checkpoint, CheckpointError, StateDictCheckpointA
 
 from edenrl._files import DiskFullError, disk_space
 from edenrl.training import Checkpoints, load_weights
-from edenrl.training.checkpoint import has_checkpoint
 from edenrl.training.checkpoint_files import DamagedCheckpointError, StateDictFile, check_checkpoint, folder_bytes
+from edenrl.training.checkpoint_folder import has_checkpoint
 
 
 class Notes:
@@ -152,7 +152,7 @@ def test_a_flipped_bit_in_a_name_of_the_manifest_is_damage(tmp_path, word, bit):
         check_checkpoint(path.parent)
     with pytest.warns(UserWarning, match=r"manifest.json is damaged.*from .*000004"):
         assert checkpoints.load()["step"] == 4
-    assert checkpoints.newest_manifest()[1]["step"] == 4
+    assert checkpoints.manifest("latest")[1]["step"] == 4
 
 
 def test_a_newer_format_is_refused_and_not_taken_for_damage(tmp_path):

@@ -279,21 +279,6 @@ def test_a_collector_is_shut_down_however_the_run_ends(tmp_path, begun):
     assert collector.downs == 1
 
 
-def test_a_run_starts_from_another_ones_weights_and_a_resumed_one_from_its_own(tmp_path):
-    def train(folder, value, resume=None):
-        with frame(folder, resume=resume) as run:
-            net = run.keep(net=torch.nn.Linear(1, 1))
-            run.start_from(tmp_path / "first" if folder.name != "first" else None, "net")
-            began = net.bias.item()
-            for _ in run:
-                net.bias.data.fill_(value)
-        return began
-
-    train(tmp_path / "first", 5.0)
-    assert train(tmp_path / "second", 7.0) == 5.0
-    assert train(tmp_path / "second", 9.0, resume=str(tmp_path / "second")) != 5.0
-
-
 def test_own_metrics_join_the_evaluation(tmp_path):
     names = ("return_mean", "return_std", "return_median", "return_min", "return_max", "length_mean", "episodes")
     with frame(tmp_path / "run", evaluate=lambda: dict.fromkeys(names, 1.0)) as run:
