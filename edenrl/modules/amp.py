@@ -246,7 +246,8 @@ class AMPReward(TensorDictModuleBase):
 
         Give it every rollout that ``forward`` has seen, in order: it sums over rollouts, and ``state_dict`` holds the
         sums of unfinished episodes. It needs ``("next", "done")`` and, from ``edenrl.envs.wrap_env``, ``("next",
-        "step_count")``. It returns two scalars, NaN when no episode ended:
+        "step_count")``. Episodes that ``("next", "late_start")`` marks are left out. It returns two scalars, NaN when
+        no episode ended:
 
         - ``episode/style_return``: the sum of what was added to the reward;
         - ``episode/total_return``: the sum of the reward with it.
@@ -316,6 +317,8 @@ class _StyleReturns:
     def __call__(self, rollout: TensorDictBase) -> dict[str, Tensor]:
         both = torch.cat([self.reward.added(rollout), rollout.get(self.reward.out_keys[0])], -1).double()
         begins, ends = rollout["next", "step_count"] == 1, rollout["next", "done"]
+        if (late := rollout.get(("next", "late_start"), None)) is not None:
+            ends = ends & ~late  # shortened episodes are in no mean
         sums = self.sums.to(both.device) if len(self.sums) else torch.zeros_like(both[:, 0])
         finished = []
         for step, first, last in zip(both.unbind(1), begins.unbind(1), ends.unbind(1), strict=True):

@@ -15,8 +15,18 @@ from torchrl.modules.utils import get_primers_from_module
 
 from edenrl import distributed
 from edenrl.config import EnvConfig, RunConfig
-from edenrl.envs import action_box, bound_actions, make_env, process_seed, spawn_seeds, wrap_env
+from edenrl.envs import (
+    RandomStart,
+    action_box,
+    bound_actions,
+    can_start_late,
+    make_env,
+    process_seed,
+    spawn_seeds,
+    wrap_env,
+)
 from edenrl.modules import make_actor, observation_groups, value_critic
+from edenrl.training.checkpoint import has_checkpoint
 from edenrl.training.evaluation import evaluate
 
 _log = logging.getLogger("edenrl")
@@ -29,6 +39,8 @@ __all__ = [
     "make_policy",
     "symmetry_mirrors",
     "collector_options",
+    "is_new",
+    "training_env",
 ]
 
 
@@ -149,9 +161,59 @@ def _with_box(env: EnvBase, scale: float | None) -> EnvBase:
     return env if scale is None else bound_actions(env, scale)
 
 
-def _worker_env(env: EnvConfig, scale: float | None, num_envs: int, seed: int, worker: int) -> EnvBase:
-    built = _with_box(_build(env, num_envs, "cpu", spawn_seeds(seed, worker + 1)[worker]), scale)
-    return wrap_env(built, reward_scale=env.reward_scale, **env.action_options())
+def is_new(cfg: RunConfig) -> bool:
+    """Whether a run starts from the beginning: there is no checkpoint to continue from.
+
+    Examples:
+        >>> is_new(RunConfig())
+        True
+    """
+    return cfg.resume is None or not has_checkpoint(cfg.resume)
+
+
+def training_env(cfg: RunConfig, env: EnvBase, seed: int) -> TransformedEnv:
+    """The environment as a learner sees it: see ``wrap_env``, and ``RandomStart`` where ``cfg`` asks for it.
+
+    Args:
+        cfg: the configuration.
+        env: from ``build_env``.
+        seed: of the steps at which first episodes start.
+
+    Raises:
+        ValueError: ``cfg.env.random_start`` is true, and the environment has no clock that can be set.
+
+    Examples:
+        >>> env = training_env(RunConfig(), make_env("PointMass", 2), seed=0)
+        >>> "late_start" in env.observation_spec.keys()
+        True
+    """
+    return _learner_env(_env_config(cfg), is_new(cfg), env, seed)
+
+
+def _env_config(cfg: RunConfig) -> EnvConfig:
+    """The configuration of the environment, with the algorithm's say in it."""
+    return cfg.env.model_copy(update={"random_start": cfg.random_start})
+
+
+def _learner_env(cfg: EnvConfig, new: bool, env: EnvBase, seed: int) -> TransformedEnv:
+    wrapped = wrap_env(env, reward_scale=cfg.reward_scale, **cfg.action_options())
+    if cfg.random_start is False:
+        return wrapped
+    if can_start_late(wrapped):
+        # Last, so that the transforms before it keep their places in checkpoints.
+        return wrapped.append_transform(RandomStart(seed, begun=not new))
+    if cfg.random_start:
+        raise ValueError(
+            f"{cfg.name} cannot start at random steps of its episodes (--env.random_start true): it has no time limit "
+            "whose clock can be set. Leave random_start out, or give the environment max_steps and a method "
+            "set_episode_steps(steps)."
+        )
+    return wrapped
+
+
+def _worker_env(env: EnvConfig, new: bool, scale: float | None, num_envs: int, seed: int, worker: int) -> EnvBase:
+    own = spawn_seeds(seed, worker + 1)[worker]
+    return _learner_env(env, new, _with_box(_build(env, num_envs, "cpu", own), scale), own)
 
 
 def collector_options(cfg: RunConfig) -> dict[str, Any]:
@@ -165,7 +227,7 @@ def collector_options(cfg: RunConfig) -> dict[str, Any]:
     return {
         "kind": cfg.collector,
         "num_workers": cfg.num_workers,
-        "worker_env": partial(_worker_env, cfg.env, cfg.action_bound_scale, rows, cfg.seed),
+        "worker_env": partial(_worker_env, _env_config(cfg), is_new(cfg), cfg.action_bound_scale, rows, cfg.seed),
         "seed": cfg.seed,
     }
 
