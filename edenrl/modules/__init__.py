@@ -12,6 +12,7 @@ from edenrl.modules.amp import AMPReward, Discriminator, FrameNorm, SaturationWa
 from edenrl.modules.constraint import TaskConstraint
 from edenrl.modules.depth import DepthBackbone, DepthEncoder, DepthStudent
 from edenrl.modules.depth_policy import DEPTH_STATES, DepthPolicy, DepthRefresh, require_depth_interval
+from edenrl.modules.episodes import whole_episode_ends
 from edenrl.modules.finite import refuse_nonfinite
 from edenrl.modules.flashsac import FlashActor, FlashCritic, flash_actor, flash_critic
 from edenrl.modules.him import HIMActor, HIMEstimator, him_actor, sinkhorn
@@ -96,4 +97,5 @@ __all__ = [
     "unit_norm_hook",
     "update_normalization",
     "value_critic",
+    "whole_episode_ends",
 ]

@@ -16,6 +16,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 from torchrl.data import Composite
 from torchrl.envs import Transform
 
+from edenrl.modules.episodes import whole_episode_ends
 from edenrl.modules.finite import refuse_nonfinite
 from edenrl.modules.groups import require_layers
 from edenrl.modules.mlp import at_least
@@ -316,9 +317,7 @@ class _StyleReturns:
     @torch.no_grad()
     def __call__(self, rollout: TensorDictBase) -> dict[str, Tensor]:
         both = torch.cat([self.reward.added(rollout), rollout.get(self.reward.out_keys[0])], -1).double()
-        begins, ends = rollout["next", "step_count"] == 1, rollout["next", "done"]
-        if (late := rollout.get(("next", "late_start"), None)) is not None:
-            ends = ends & ~late  # shortened episodes are in no mean
+        begins, ends = rollout["next", "step_count"] == 1, whole_episode_ends(rollout)
         sums = self.sums.to(both.device) if len(self.sums) else torch.zeros_like(both[:, 0])
         finished = []
         for step, first, last in zip(both.unbind(1), begins.unbind(1), ends.unbind(1), strict=True):

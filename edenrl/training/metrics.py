@@ -11,6 +11,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from edenrl.envs import action_saturation
+from edenrl.modules import whole_episode_ends
 from edenrl.optim import GradientStep
 
 __all__ = ["IterationMetrics", "average", "rollout_metrics"]
@@ -62,9 +63,7 @@ def rollout_metrics(rollout: TensorDictBase, box: tuple[Tensor, Tensor] | None =
         7.0
     """
     ended = rollout["next"]
-    done = ended["done"].flatten()
-    if (late := ended.get("late_start", None)) is not None:
-        done = done & ~late.flatten()
+    done = whole_episode_ends(rollout).flatten()
     sources = {"return": ended.get("episode_reward", None), "length": ended.get("step_count", None)}
     if "metrics" in ended.keys():
         sources |= dict(ended["metrics"].items())
