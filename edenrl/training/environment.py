@@ -25,7 +25,7 @@ from edenrl.envs import (
     spawn_seeds,
     wrap_env,
 )
-from edenrl.modules import make_actor, observation_groups, value_critic
+from edenrl.modules import check_mirror_widths, make_actor, observation_groups, value_critic
 from edenrl.training.checkpoint import has_checkpoint
 from edenrl.training.evaluation import evaluate
 
@@ -39,6 +39,7 @@ __all__ = [
     "make_policy",
     "symmetry_mirrors",
     "collector_options",
+    "declared_mirrors",
     "is_new",
     "training_env",
 ]
@@ -145,9 +146,44 @@ def symmetry_mirrors(cfg: Any, env: EnvBase, use: bool | str = True) -> dict[str
         >>> symmetry_mirrors(cfg, make_env("PointMass", 2)) is None
         True
     """
-    if cfg.algorithm.symmetry != use:
-        return None
-    return dict(getattr(env, "mirrors", {}))
+    return _mirrors(env) if cfg.algorithm.symmetry == use else None
+
+
+def declared_mirrors(cfg: Any, env: EnvBase, switch: str, groups: Sequence[str]) -> dict[str, Any] | None:
+    """The mirrors that an environment publishes, or None where a switch of ``cfg.algorithm`` says no.
+
+    Args:
+        cfg: a configuration whose ``algorithm`` has the switch: true, false, or None for "where there are mirrors".
+        env: the environment.
+        switch: name of the switch.
+        groups: observation groups that need mirrors, besides the action.
+
+    Raises:
+        ValueError: the switch is true, and a mirror is missing; or one has another width than its entry.
+
+    Examples:
+        >>> from types import SimpleNamespace
+        >>> cfg = SimpleNamespace(algorithm=SimpleNamespace(mirror_data=None))
+        >>> declared_mirrors(cfg, make_env("PointMass", 2), "mirror_data", ["observation"]) is None
+        True
+    """
+    wanted: bool | None = getattr(cfg.algorithm, switch)
+    mirrors = _mirrors(env)
+    missing = [key for key in (*groups, "action") if key not in mirrors]
+    if wanted and missing:
+        raise ValueError(
+            f"algorithm.{switch} needs a mirror for {missing}; {cfg.env.name} declares them for "
+            f"{sorted(mirrors) or 'nothing'}. Declare them as env.mirrors, or set {switch} to false."
+        )
+    return None if missing or wanted is False else mirrors
+
+
+def _mirrors(env: EnvBase) -> dict[str, Any]:
+    """What an environment publishes as ``mirrors``, as wide as its observations and actions."""
+    mirrors = dict(getattr(env, "mirrors", {}))
+    specs = {**dict(env.observation_spec.items(True, True)), "action": env.action_spec}
+    check_mirror_widths(mirrors, {key: spec.shape[-1] for key, spec in specs.items() if spec.shape})
+    return mirrors
 
 
 def _build(env: EnvConfig, num_envs: int, device: torch.device | str, seed: int) -> EnvBase:
