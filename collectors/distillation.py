@@ -17,7 +17,7 @@ from edenrl.modules import DEPTH_STATES, DepthPolicy, require_depth_interval
 __all__ = ["DepthDistillationCollector"]
 
 # What is kept of the next step: no observations, because images are large.
-_KEPT = ("reward", "done", "terminated", "truncated", "episode_reward", "step_count", "metrics")
+_KEPT = ("reward", "done", "terminated", "truncated", "episode_reward", "step_count", "metrics", "late_start")
 
 
 class DepthDistillationCollector:

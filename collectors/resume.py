@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from tensordict import TensorDict, TensorDictBase
 from torchrl.envs import EnvBase, TransformedEnv
 
@@ -52,6 +53,12 @@ def load_env_state_dict(env: EnvBase, state: Mapping[str, Any], *, warn: bool = 
 
 
 def load_step(saved: Mapping[str, Any], current: TensorDictBase) -> TensorDictBase:
-    """The saved step that the next one continues, with the batch size and on the device of the current one."""
+    """The saved step that the next one continues, with the batch size and on the device of the current one.
+
+    Steps that an earlier version saved have no ``late_start``; no episode of theirs was shortened.
+    """
     step = TensorDict.from_dict(dict(saved), batch_size=current.batch_size)
-    return step if current.device is None else step.to(current.device)
+    step = step if current.device is None else step.to(current.device)
+    if "late_start" in current.keys() and "late_start" not in step.keys():
+        step["late_start"] = torch.zeros_like(current["late_start"])
+    return step

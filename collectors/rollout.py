@@ -7,12 +7,12 @@ from collections import OrderedDict
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torchrl import collectors
 from torchrl.modules.utils import get_primers_from_module
 
-from edenrl.collectors.resume import env_state_dict, load_env_state_dict
+from edenrl.collectors.resume import env_state_dict, load_env_state_dict, load_step
 from edenrl.collectors.storage_space import require_rollout_space
 from edenrl.envs.recorded_metrics import add_metrics, recorded_metrics
 
@@ -138,7 +138,6 @@ class Collector(ClosingCollector, collectors.Collector):
                 ids = self._traj_pool.get_traj_and_increment(self.n_env, device=self.storing_device)
                 self._carrier.set(("collector", "traj_ids"), ids.view(self.env.batch_size))
             return
-        device = self._carrier.device
-        self._carrier = TensorDict.from_dict(state_dict["carrier"], batch_size=self.env.batch_size).to(device or "cpu")
+        self._carrier = load_step(state_dict["carrier"], self._carrier)
         if self._carrier_has_no_device:
             self._carrier.clear_device_()

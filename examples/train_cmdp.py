@@ -8,7 +8,7 @@ from pydantic import Field
 
 from edenrl.collectors import make_collector
 from edenrl.config import CMDPConfig, EnvConfig, EvaluationConfig, RunConfig, parse_cli, presets
-from edenrl.modules import MirrorAugmentation, TaskConstraint, update_normalization
+from edenrl.modules import MirrorAugmentation, TaskConstraint, update_normalization, whole_episode_ends
 from edenrl.objectives import CMDPLoss, TwoChannelGAE, check_reward_groups
 from edenrl.training import Run, make_critic, make_policy, minibatches, run_script, symmetry_mirrors
 
@@ -49,7 +49,7 @@ def main(argv=None):
             # The statistics change last: during the update the policy must normalize as it did while it collected.
             update_normalization(policy, rollout)
             update_normalization(critic, rollout)
-            constraint.update(rollout["next", "metrics", "task_return"], rollout["next", "done"])
+            constraint.update(rollout["next", "metrics", "task_return"], whole_episode_ends(rollout))
 
 
 if __name__ == "__main__":

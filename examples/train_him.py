@@ -9,9 +9,9 @@ from pydantic import Field
 
 from edenrl.collectors import make_collector
 from edenrl.config import EnvConfig, HIMConfig, RunConfig, parse_cli, presets
-from edenrl.modules import HIMLayout, MirrorAugmentation, him_actor
+from edenrl.modules import HIMLayout, HIMRolloutCheck, MirrorAugmentation, him_actor
 from edenrl.objectives import GAE, HIMEstimatorLoss, HIMLoss
-from edenrl.training import Run, follow_rate, make_critic, minibatches, run_script, symmetry_mirrors
+from edenrl.training import Run, declared_mirrors, follow_rate, make_critic, minibatches, run_script
 
 
 class Train(RunConfig):
@@ -38,8 +38,9 @@ def main(argv=None):
         env = run.env()
         policy, critic = run.keep(policy=make_policy(cfg, env), critic=make_critic(cfg, env))
         gae = GAE(value_network=critic, **algo.gae_options())
-        mirrors = symmetry_mirrors(cfg, env)
+        mirrors = declared_mirrors(cfg, env, "mirror_data", [history, critic_group])
         augment = MirrorAugmentation(mirrors, policy, critic, log_prob=algo.mirrored_log_prob)
+        mirrors = declared_mirrors(cfg, env, "symmetry_loss", [history, critic_group])
         symmetry = dict(mirrors=mirrors, symmetry_scale=algo.symmetry_scale)
         loss = HIMLoss(policy, critic, functional=False, **symmetry, **algo.loss_options())
         step = run.gradient_step(loss)
@@ -57,10 +58,9 @@ def main(argv=None):
         )
         collector = run.keep(collector=make_collector(run.training_env(env), policy, **run.collector_options()))
 
-        layout_checked = False
+        check = HIMRolloutCheck(estimator.layout, history, critic_group, **algo.check_options())
         for rollout in run.rollouts(collector):  # [environments, steps]
-            if not layout_checked:  # the first rollouts may prove nothing, right after a reset
-                layout_checked = estimator.layout.check(rollout[history], rollout[critic_group])
+            check(rollout)
             with torch.no_grad():  # the estimator's error on data that it has not been trained on
                 run.log({f"fresh/{name}": value for name, value in estimator_loss(rollout).items()})
             rollout = gae(augment(rollout))  # mirrored before GAE: mirror images get their own values and returns

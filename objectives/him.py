@@ -13,7 +13,7 @@ from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModule, d
 from torch import Tensor, nn
 from torchrl.objectives import LossModule
 
-from edenrl.modules import HIMEstimator, SignedPermutation, sinkhorn
+from edenrl.modules import HIMEstimator, SignedPermutation, check_mirror_widths, network_widths, sinkhorn
 from edenrl.objectives.base import LossMixin, require, require_instance
 from edenrl.objectives.ppo import PPOLoss
 
@@ -166,7 +166,7 @@ class HIMLoss(PPOLoss):
         kwargs: options of ``PPOLoss``.
 
     Raises:
-        ValueError: a mirror is missing, the scale is negative, or the policy is not Gaussian.
+        ValueError: a mirror is missing or has another width, the scale is negative, or the policy is not Gaussian.
 
     Source: Long et al. 2024, "Hybrid Internal Model", arXiv:2312.11460; symmetry as in OpenHomie (arXiv:2502.13013),
     which holds ``M mu(o)`` constant. On data that holds every sample with its mirror image the gradient is the same up
@@ -216,6 +216,7 @@ class HIMLoss(PPOLoss):
                     f"HIMLoss needs a mirror for {missing}; mirrors has {sorted(map(str, mirrors)) or 'none'}. Add it, "
                     "or leave mirrors out."
                 )
+            check_mirror_widths(mirrors, network_widths(actor_network, critic_network))
             if not {self.tensor_keys.loc, self.tensor_keys.scale} <= set(actor_network.out_keys):
                 raise ValueError(
                     f"HIMLoss mirrors the mean of a Gaussian policy; this actor writes "

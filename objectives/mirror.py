@@ -12,7 +12,7 @@ from tensordict.nn import ProbabilisticTensorDictSequential, dispatch
 from torch import Tensor, nn
 from torchrl.objectives import LossModule
 
-from edenrl.modules import SignedPermutation
+from edenrl.modules import SignedPermutation, check_mirror_widths, network_widths
 from edenrl.objectives.base import LossMixin, require_instance, require_not_negative, require_policy
 
 __all__ = ["MirrorLoss"]
@@ -38,7 +38,8 @@ class MirrorLoss(LossMixin, LossModule):
         reduction: "mean" (default) or "sum" over the batch, or "none": one value per sample, ``[*batch]``.
 
     Raises:
-        ValueError: a missing mirror, a policy without ``loc``, a negative weight or an unknown reduction.
+        ValueError: a mirror that is missing or has another width, a policy without ``loc``, a negative weight or an
+            unknown reduction.
 
     Source: Yu et al. 2018, "Learning Symmetric and Low-Energy Locomotion", arXiv:1801.08093.
 
@@ -78,6 +79,7 @@ class MirrorLoss(LossMixin, LossModule):
                 f"MirrorLoss needs a mirror for {missing}; given are {sorted(mirrors) or 'none'}. Read other groups, "
                 "or leave the loss out."
             )
+        check_mirror_widths(mirrors, network_widths(actor_network, action_key=action_key))
         if "loc" not in actor_network.out_keys:
             raise ValueError(
                 f"MirrorLoss needs a policy that writes 'loc', such as gaussian_actor's; this one writes "

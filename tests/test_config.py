@@ -105,6 +105,7 @@ def test_run_defaults() -> None:
             "reward_scale": 1.0,
             "action_mode": "clip",
             "clip_actions": None,
+            "random_start": None,
         },
         "evaluation": {
             "num_episodes": 20,

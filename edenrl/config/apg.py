@@ -16,6 +16,7 @@ class APGConfig(Config):
     """
 
     one_process: ClassVar[bool] = True  # no workers: the script steps the environments itself
+    whole_episodes: ClassVar[str] = "its gradients reach through whole rollouts, which shorter episodes would cut"
 
     name: Literal["APG"] = "APG"
     """Name of the algorithm. It selects the trainer script that rebuilds a run from its config.json."""

@@ -18,6 +18,7 @@ class GRPOConfig(OnPolicySettings):
     """
 
     one_process: ClassVar[bool] = True  # no workers: the script steps the environments itself
+    whole_episodes: ClassVar[str] = "the environments of a group are compared over the same steps"
 
     name: Literal["GRPO"] = "GRPO"
     """Name of the algorithm. It selects the trainer script that rebuilds a run from its config.json."""

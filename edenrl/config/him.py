@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from edenrl.config.base import Count, Name, NonNegative, Positive, refuse
 from edenrl.config.ppo import PPOSettings
@@ -46,8 +46,8 @@ class HIMConfig(PPOSettings):
     """Must be false, because the estimator's targets are raw."""
     actor_hidden: tuple[Count, ...] = (512, 256, 256)
     """Widths of the actor's hidden layers, such as 512,256,256."""
-    critic_hidden: tuple[Count, ...] = (256, 128, 64)
-    """Widths of the critic's hidden layers, such as 256,128,64."""
+    critic_hidden: tuple[Count, ...] = (512, 256, 256)
+    """Widths of the critic's hidden layers, such as 512,256,256."""
     activation: Literal["elu", "relu", "tanh", "silu"] = "elu"
     """Activation between hidden layers."""
     encoder_hidden: tuple[Count, ...] = (256, 256)
@@ -68,14 +68,30 @@ class HIMConfig(PPOSettings):
     """Sinkhorn iterations that balance the assignments."""
     estimator_max_grad_norm: Positive = 10.0
     """Largest gradient norm of the estimator."""
-    symmetry: bool = False
-    """Double every rollout by its mirror image, and add losses that make actor and critic symmetric."""
+    accept_missing_final_observations: bool = False
+    """Accept environments that hide the last observation of an episode: the one before it is then the target."""
+    mirror_data: bool | None = None
+    """Double every rollout by its mirror image. None: where the environment declares the mirrors."""
+    symmetry_loss: bool | None = None
+    """Add losses that make actor and critic symmetric. None: where the environment declares the mirrors."""
     symmetry_scale: NonNegative = 1.0
     """Weight of the two losses that make actor and critic symmetric."""
     mirrored_log_prob: Literal["original", "mirrored"] = "original"
     """Log-probability of a mirrored action: the original action's, or the policy's at the mirrored observation."""
     optimizer: Literal["adam", "adamw", "sgd", "rmsprop"] = "adam"
     """Optimizer of actor, critic and estimator."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_one_switch(cls, data: Any) -> Any:
+        """Reads the single switch that configurations of earlier versions have."""
+        if not isinstance(data, dict) or "symmetry" not in data:
+            return data
+        if "mirror_data" in data or "symmetry_loss" in data:
+            raise refuse("symmetry is now two switches, mirror_data and symmetry_loss; leave symmetry out")
+        both = data["symmetry"]
+        others = {name: value for name, value in data.items() if name != "symmetry"}
+        return {**others, "mirror_data": both, "symmetry_loss": both}
 
     def network_options(self) -> dict[str, Any]:
         """Options of ``edenrl.modules.him_actor``."""
@@ -86,3 +102,7 @@ class HIMConfig(PPOSettings):
     def estimator_options(self) -> dict[str, float]:
         """Options of ``edenrl.objectives.HIMEstimatorLoss``."""
         return self.pick("temperature", "sinkhorn_eps", "sinkhorn_iterations")
+
+    def check_options(self) -> dict[str, bool]:
+        """Options of ``edenrl.modules.HIMRolloutCheck``."""
+        return self.pick("accept_missing_final_observations")

@@ -160,8 +160,10 @@ AMP: dict[str, Preset] = {
 }
 """PPO with an adversarial motion prior."""
 
+# HIM's switches for symmetry are on by themselves where an environment declares mirrors.
+_WITHOUT_SYMMETRY = {name: value for name, value in _QUADRUPED["algorithm"].items() if name != "symmetry"}
 _QUADRUPED_HIM = changed(
-    _QUADRUPED,
+    {**_QUADRUPED, "algorithm": _WITHOUT_SYMMETRY},
     env={"kwargs": {"groups": ["history", "critic", "metrics"]}},
     algorithm={
         "actor_groups": ("history",),

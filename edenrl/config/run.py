@@ -57,6 +57,8 @@ class EnvConfig(Config):
     """How actions are kept within their bounds: clipped, squashed by a tanh, or not at all."""
     clip_actions: Positive | None = None
     """Largest magnitude of an action that the environment gets, with bounds or without. None: no such clip."""
+    random_start: bool | None = None
+    """Begin training at random steps of the time limits. None: where environment and algorithm allow it."""
 
     def action_options(self) -> dict[str, Any]:
         """Options of ``edenrl.envs.wrap_env`` that say what happens to actions."""
@@ -156,6 +158,11 @@ class RunConfig(Config):
         return str(self._of_algorithm("name", "run"))
 
     @property
+    def random_start(self) -> bool | None:
+        """``env.random_start``; false for algorithms whose episodes must all start at step 0."""
+        return False if self._of_algorithm("whole_episodes") else self.env.random_start
+
+    @property
     def frames_per_rollout(self) -> int:
         """Environment steps per iteration, summed over all environments of one process."""
         return self.env.num_envs * int(self._of_algorithm("steps_per_env", 1))
@@ -223,6 +230,13 @@ class RunConfig(Config):
                 f"env.num_envs = {self.env.num_envs} environments do not split over num_workers = {self.num_workers}; "
                 f"set num_workers to {near}, or env.num_envs to a multiple of {self.num_workers}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_random_start(self) -> RunConfig:
+        reason = self._of_algorithm("whole_episodes")
+        if self.env.random_start and reason is not None:
+            raise refuse(f"env.random_start is not for {self.algorithm_name}: {reason}; leave it out")
         return self
 
     @model_validator(mode="after")

@@ -10,6 +10,7 @@ from edenrl.envs.learning_env import DifferentiableVecEnv, LearningEnvAdapter, L
 from edenrl.envs.make_gym import make_gym_env
 from edenrl.envs.point_mass import PointMass
 from edenrl.envs.quadruped import Quadruped, QuadrupedTerrain
+from edenrl.envs.random_start import ClockedEnv, RandomStart, SimulatorClock, can_start_late
 from edenrl.envs.registry import make_env, register_env, registered_envs
 from edenrl.envs.reward_groups import RewardGroups
 from edenrl.envs.seeds import process_seed, spawn_seeds
@@ -32,6 +33,7 @@ __all__ = [
     "ActionMode",
     "CartPoleSwingUp",
     "ClipAction",
+    "ClockedEnv",
     "ConflictPointMass",
     "DifferentiableEnv",
     "DifferentiableVecEnv",
@@ -44,11 +46,13 @@ __all__ = [
     "PointMass",
     "Quadruped",
     "QuadrupedTerrain",
+    "RandomStart",
     "RewardGroups",
     "RolloutPlan",
     "SameStateGroups",
     "ScheduledEnv",
     "SelfResettingEnv",
+    "SimulatorClock",
     "TensorStateEnv",
     "VecEnvAdapter",
     "action_box",
@@ -56,6 +60,7 @@ __all__ = [
     "as_vec_env",
     "assert_same_start",
     "bound_actions",
+    "can_start_late",
     "make_env",
     "make_gym_env",
     "register_env",

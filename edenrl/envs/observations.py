@@ -17,6 +17,7 @@ BESIDE_GROUPS = frozenset(
         "episode_reward",
         "final_obs_missing",
         "is_init",
+        "late_start",
         "metrics",
         "noise",
         "noise_steps",

@@ -18,6 +18,7 @@ from tensordict import TensorDictBase
 from torchrl.envs import EnvBase, IsaacLabWrapper, MJLabEnv, TransformedEnv
 
 from edenrl.envs.make_gym import make_gym_env
+from edenrl.envs.random_start import SimulatorClock
 from edenrl.envs.transforms import FillFinalObservation
 
 __all__ = ["make_env", "register_env", "registered_envs"]
@@ -261,18 +262,24 @@ def _check_gymnasium_id(name: str, env_id: str) -> None:
         ) from error
 
 
-class _FreshMJLabEnv(MJLabEnv):
+class _FreshMJLabEnv(SimulatorClock, MJLabEnv):
     """mjlab writes its rewards and flags into the same buffers every step, so each step is copied."""
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         return super()._step(tensordict).clone()
 
+    def _simulator(self) -> Any:
+        return self._env
 
-class _FreshIsaacLabEnv(IsaacLabWrapper):
+
+class _FreshIsaacLabEnv(SimulatorClock, IsaacLabWrapper):
     """Isaac Lab reuses its buffers as mjlab does."""
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         return super()._step(tensordict).clone()
+
+    def _simulator(self) -> Any:
+        return self._env
 
 
 def _require(package: str, name: str, hint: str) -> None:

@@ -160,6 +160,14 @@ class TensorStateEnv(SameStateGroups, EnvBase):
             }
         return self._observe()
 
+    def set_episode_steps(self, steps: Tensor) -> None:
+        """Set the steps that the running episodes have taken; nothing else of their state changes.
+
+        Args:
+            steps: ``[N]``, each less than ``max_steps``.
+        """
+        self._state = {**self._state, "steps": steps.to(self._state["steps"]).reshape(self.num_envs, 1).clone()}
+
     def detach_state(self) -> TensorDict:
         """Cut the autograd graph at the current state.
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from torchrl.data import TensorSpec, Unbounded
 
 from edenrl.envs.observations import as_groups
+from edenrl.envs.random_start import SimulatorClock
 from edenrl.envs.self_resetting import InnerStep, SelfResettingEnv, action_spec_of
 
 __all__ = ["REWARD_GROUPS", "VecEnvAdapter"]
@@ -25,7 +26,7 @@ _FINAL = ("final_observations", "final_obs", "time_outs_obs")
 REWARD_GROUPS = {"rg": "task", "rs": "style", "rp": "penalty"}
 
 
-class VecEnvAdapter(SelfResettingEnv):
+class VecEnvAdapter(SimulatorClock, SelfResettingEnv):
     """An rsl_rl-style vector environment (Isaac Lab, mjlab, legged_gym and their kin) as a TorchRL environment.
 
     The inner environment has ``num_envs``, ``num_actions``, ``device``, ``get_observations()`` and
@@ -51,6 +52,9 @@ class VecEnvAdapter(SelfResettingEnv):
     The first ``reset`` hands out the episodes that the inner environment has started by itself, as rsl_rl's runner
     does. Later ones, and rows that are reset before they ended, need ``reset()``, ``reset(env_ids=...)`` or
     ``reset_idx(env_ids)`` of the inner environment or of its ``unwrapped``.
+
+    Training can start at random steps of the first episodes (``RandomStart``) if the inner environment, or its
+    ``unwrapped``, has ``max_episode_length`` and an ``episode_length_buf`` that can be set.
 
     Args:
         env: the inner environment.
@@ -102,6 +106,9 @@ class VecEnvAdapter(SelfResettingEnv):
             metrics=log_keys,
             reward_groups=REWARD_GROUPS.values() if reward_groups else (),
         )
+
+    def _simulator(self) -> Any:
+        return self.inner
 
     @property
     def episode_length_buf(self) -> Tensor:

@@ -12,10 +12,11 @@ from edenrl.modules.amp import AMPReward, Discriminator, FrameNorm, SaturationWa
 from edenrl.modules.constraint import TaskConstraint
 from edenrl.modules.depth import DepthBackbone, DepthEncoder, DepthStudent
 from edenrl.modules.depth_policy import DEPTH_STATES, DepthPolicy, DepthRefresh, require_depth_interval
+from edenrl.modules.episodes import whole_episode_ends
 from edenrl.modules.finite import refuse_nonfinite
 from edenrl.modules.flashsac import FlashActor, FlashCritic, flash_actor, flash_critic
 from edenrl.modules.him import HIMActor, HIMEstimator, him_actor, sinkhorn
-from edenrl.modules.him_layout import HIMLayout
+from edenrl.modules.him_layout import HIMLayout, HIMRolloutCheck
 from edenrl.modules.mlp import GaussianMLP, GroupMLP, StateIndependentStd
 from edenrl.modules.moments import merge_moments, several_processes
 from edenrl.modules.normalization import RunningNorm
@@ -24,7 +25,7 @@ from edenrl.modules.rma_compositions import RMAComposition, rma_composition, rma
 from edenrl.modules.simba import HyperDense, Scaler, SimBa, post_step_hook, project_
 from edenrl.modules.simba_actor_critic import GaussianSimBa, GroupEncoder, GroupSimBa, simba_actor, simba_critic
 from edenrl.modules.squash import PRE_SQUASH, SquashedActor, squashed_log_prob
-from edenrl.modules.symmetry import MirrorAugmentation, SignedPermutation
+from edenrl.modules.symmetry import MirrorAugmentation, SignedPermutation, check_mirror_widths, network_widths
 from edenrl.modules.unit_norm import (
     UnitBatchNorm,
     UnitLinear,
@@ -54,6 +55,7 @@ __all__ = [
     "HIMActor",
     "HIMEstimator",
     "HIMLayout",
+    "HIMRolloutCheck",
     "HistoryEncoder",
     "HyperDense",
     "MirrorAugmentation",
@@ -74,12 +76,14 @@ __all__ = [
     "UnitRMSNorm",
     "average_batch_statistics",
     "categorical_actor",
+    "check_mirror_widths",
     "flash_actor",
     "flash_critic",
     "gaussian_actor",
     "him_actor",
     "make_actor",
     "merge_moments",
+    "network_widths",
     "observation_groups",
     "post_step_hook",
     "project_",
@@ -96,4 +100,5 @@ __all__ = [
     "unit_norm_hook",
     "update_normalization",
     "value_critic",
+    "whole_episode_ends",
 ]

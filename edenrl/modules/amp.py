@@ -16,6 +16,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 from torchrl.data import Composite
 from torchrl.envs import Transform
 
+from edenrl.modules.episodes import whole_episode_ends
 from edenrl.modules.finite import refuse_nonfinite
 from edenrl.modules.groups import require_layers
 from edenrl.modules.mlp import at_least
@@ -246,7 +247,8 @@ class AMPReward(TensorDictModuleBase):
 
         Give it every rollout that ``forward`` has seen, in order: it sums over rollouts, and ``state_dict`` holds the
         sums of unfinished episodes. It needs ``("next", "done")`` and, from ``edenrl.envs.wrap_env``, ``("next",
-        "step_count")``. It returns two scalars, NaN when no episode ended:
+        "step_count")``. Episodes that ``("next", "late_start")`` marks are left out. It returns two scalars, NaN when
+        no episode ended:
 
         - ``episode/style_return``: the sum of what was added to the reward;
         - ``episode/total_return``: the sum of the reward with it.
@@ -315,7 +317,7 @@ class _StyleReturns:
     @torch.no_grad()
     def __call__(self, rollout: TensorDictBase) -> dict[str, Tensor]:
         both = torch.cat([self.reward.added(rollout), rollout.get(self.reward.out_keys[0])], -1).double()
-        begins, ends = rollout["next", "step_count"] == 1, rollout["next", "done"]
+        begins, ends = rollout["next", "step_count"] == 1, whole_episode_ends(rollout)
         sums = self.sums.to(both.device) if len(self.sums) else torch.zeros_like(both[:, 0])
         finished = []
         for step, first, last in zip(both.unbind(1), begins.unbind(1), ends.unbind(1), strict=True):

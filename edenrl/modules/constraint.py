@@ -145,7 +145,7 @@ class TaskConstraint(nn.Module):
         Args:
             task_return: undiscounted task reward since the episode's start, ``[N, T, 1]``; read where ``done`` is set.
                 ``edenrl.envs.wrap_env`` publishes it as ``("next", "metrics", "task_return")``.
-            done: whether the episode ended with the step, ``[N, T, 1]``.
+            done: whether the episode ended with the step, ``[N, T, 1]``; see ``edenrl.modules.whole_episode_ends``.
         """
         if task_return.ndim != 3 or task_return.shape[-1] != 1 or task_return.shape != done.shape:
             raise ValueError(

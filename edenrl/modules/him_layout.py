@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from tensordict import TensorDictBase
 from torch import Tensor
 from torchrl.envs import EnvBase
 
 from edenrl.modules.actor_critic import observation_groups
 
-__all__ = ["VELOCITY", "HIMLayout"]
+__all__ = ["VELOCITY", "HIMLayout", "HIMRolloutCheck"]
 
 VELOCITY = 3
 """Entries of the linear velocity."""
@@ -177,6 +178,62 @@ class HIMLayout:
                 f"with the velocity at entry {self.frame if self.velocity is None else self.velocity}."
             )
         return self.frames == 1 or bool((stack != stack[:, :1]).any())
+
+
+class HIMRolloutCheck:
+    """Raises where a rollout is not what the estimator needs.
+
+    The estimator learns what follows each step. An environment that hides the last observation of an episode marks the
+    row with ``("next", "final_obs_missing")``; the observation acted on stands in for it, and the estimator would learn
+    that nothing changes there.
+
+    Until a rollout proves it, the check also compares the order of the frames with the layout, see
+    ``HIMLayout.check``.
+
+    Args:
+        layout: of both groups.
+        history: the group of stacked frames.
+        critic: the group of one frame and the velocity.
+        accept_missing_final_observations: whether rows without their last observation are accepted as targets. Default
+            False.
+
+    Raises:
+        ValueError: (when called with a rollout ``[N, T]``) for such rows that are not accepted, or another layout.
+
+    Examples:
+        >>> from tensordict import TensorDict
+        >>> check = HIMRolloutCheck(HIMLayout(frame=1, frames=2, order="oldest_first"))
+        >>> data = TensorDict(history=torch.tensor([[[1.0, 5.0]]]), critic=torch.tensor([[[5.0, 0, 0, 0]]]))
+        >>> data["next", "final_obs_missing"] = torch.tensor([[[False]]])
+        >>> check(data)
+    """
+
+    def __init__(
+        self,
+        layout: HIMLayout,
+        history: str = "history",
+        critic: str = "critic",
+        *,
+        accept_missing_final_observations: bool = False,
+    ) -> None:
+        self.layout, self.history, self.critic = layout, history, critic
+        self.accept_missing_final_observations = accept_missing_final_observations
+        self._layout_is_proven = False
+
+    def __call__(self, rollout: TensorDictBase) -> None:
+        """Looks at a rollout."""
+        if not self._layout_is_proven:
+            self._layout_is_proven = self.layout.check(rollout[self.history], rollout[self.critic])
+        missing = rollout.get(("next", "final_obs_missing"), None)
+        if missing is None or self.accept_missing_final_observations:
+            return
+        if count := int(missing.sum()):
+            raise ValueError(
+                f"The environment does not give the last observation of {count} episodes that ended in this rollout. "
+                "The one acted on stands in for it, and the estimator would learn that nothing changes in these steps. "
+                "Let the simulator give it (extras['final_observations']), or accept this: "
+                "accept_missing_final_observations=True (--algorithm.accept_missing_final_observations true)."
+            )
 
 
 def _velocity_start(env: EnvBase, critic: str, width: int) -> int | None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from tensordict import TensorDictBase
 from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModuleBase
 from torch import Tensor, nn
 
+from edenrl.modules.groups import GroupModule, GroupValue
+from edenrl.modules.mlp import StateIndependentStd
 from edenrl.modules.squash import PRE_SQUASH, squashed_log_prob
 
-__all__ = ["MirrorAugmentation", "SignedPermutation"]
+__all__ = ["MirrorAugmentation", "SignedPermutation", "check_mirror_widths", "network_widths"]
 
 
 class SignedPermutation(nn.Module):
@@ -90,6 +92,53 @@ class SignedPermutation(nn.Module):
         return x[..., self.index] * self.sign.to(x.dtype)
 
 
+def check_mirror_widths(mirrors: Mapping[Any, SignedPermutation], widths: Mapping[Any, int]) -> None:
+    """Raises unless every mirror is as wide as its entry.
+
+    Args:
+        mirrors: by key.
+        widths: of the entries, by the same keys; others are not compared.
+
+    Raises:
+        ValueError: naming the entry and both widths.
+
+    Examples:
+        >>> check_mirror_widths({"policy": SignedPermutation([1, 0])}, {"policy": 3})
+        Traceback (most recent call last):
+        ...
+        ValueError: The mirror of 'policy' has 2 entries, and 'policy' has 3. Correct the environment's mirrors.
+    """
+    for key, mirror in mirrors.items():
+        width = len(mirror.index)
+        if widths.get(key, width) != width:
+            raise ValueError(
+                f"The mirror of {key!r} has {width} entries, and {key!r} has {widths[key]}. Correct the environment's "
+                "mirrors."
+            )
+
+
+def network_widths(*networks: nn.Module | None, action_key: str = "action") -> dict[Any, int]:
+    """Widths of what networks of this library read and, for a Gaussian actor, of its action.
+
+    Args:
+        networks: actor and critic; None is left out.
+        action_key: name of the action.
+
+    Examples:
+        >>> from edenrl.modules import gaussian_actor
+        >>> network_widths(gaussian_actor({"policy": 3}, 2))
+        {'policy': 3, 'action': 2}
+    """
+    widths: dict[Any, int] = {}
+    for network in networks:
+        for module in () if network is None else network.modules():
+            if isinstance(module, GroupModule | GroupValue):
+                widths |= module.widths
+            elif isinstance(module, StateIndependentStd):
+                widths[action_key] = len(module.raw_log_std)
+    return widths
+
+
 class MirrorAugmentation:
     """Doubles a batch of transitions by their mirror images, for tasks that are symmetric.
 
@@ -117,7 +166,7 @@ class MirrorAugmentation:
         log_prob: "original" (default) or "mirrored".
 
     Raises:
-        ValueError: something that is read has no mirror, or another ``log_prob``.
+        ValueError: something that is read has no mirror or one of another width, or another ``log_prob``.
 
     Source: Mittal et al. 2024, "Symmetry Considerations for Learning Task Symmetric Robot Policies", arXiv:2403.04359.
 
@@ -157,6 +206,7 @@ class MirrorAugmentation:
                     f"Symmetry needs a mirror for {missing}; the environment publishes {sorted(mirrors) or 'none'}. "
                     "Read other groups, or switch symmetry off."
                 )
+            check_mirror_widths(mirrors, network_widths(policy, critic, action_key=action_key))
 
     def mirror(self, batch: TensorDictBase) -> TensorDictBase:
         """The mirror image of a batch of any shape, without the policy's own numbers; the rest is shared."""

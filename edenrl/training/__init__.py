@@ -6,6 +6,7 @@ from edenrl.training.environment import (
     append_primers,
     build_env,
     collector_options,
+    declared_mirrors,
     evaluate_run,
     make_critic,
     make_policy,
@@ -52,4 +53,5 @@ __all__ = [
     "speedups",
     "symmetry_mirrors",
     "collector_options",
+    "declared_mirrors",
 ]

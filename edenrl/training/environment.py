@@ -15,8 +15,18 @@ from torchrl.modules.utils import get_primers_from_module
 
 from edenrl import distributed
 from edenrl.config import EnvConfig, RunConfig
-from edenrl.envs import action_box, bound_actions, make_env, process_seed, spawn_seeds, wrap_env
-from edenrl.modules import make_actor, observation_groups, value_critic
+from edenrl.envs import (
+    RandomStart,
+    action_box,
+    bound_actions,
+    can_start_late,
+    make_env,
+    process_seed,
+    spawn_seeds,
+    wrap_env,
+)
+from edenrl.modules import check_mirror_widths, make_actor, observation_groups, value_critic
+from edenrl.training.checkpoint_folder import has_checkpoint
 from edenrl.training.evaluation import evaluate
 
 _log = logging.getLogger("edenrl")
@@ -29,6 +39,9 @@ __all__ = [
     "make_policy",
     "symmetry_mirrors",
     "collector_options",
+    "declared_mirrors",
+    "is_new",
+    "training_env",
 ]
 
 
@@ -133,9 +146,44 @@ def symmetry_mirrors(cfg: Any, env: EnvBase, use: bool | str = True) -> dict[str
         >>> symmetry_mirrors(cfg, make_env("PointMass", 2)) is None
         True
     """
-    if cfg.algorithm.symmetry != use:
-        return None
-    return dict(getattr(env, "mirrors", {}))
+    return _mirrors(env) if cfg.algorithm.symmetry == use else None
+
+
+def declared_mirrors(cfg: Any, env: EnvBase, switch: str, groups: Sequence[str]) -> dict[str, Any] | None:
+    """The mirrors that an environment publishes, or None where a switch of ``cfg.algorithm`` says no.
+
+    Args:
+        cfg: a configuration whose ``algorithm`` has the switch: true, false, or None for "where there are mirrors".
+        env: the environment.
+        switch: name of the switch.
+        groups: observation groups that need mirrors, besides the action.
+
+    Raises:
+        ValueError: the switch is true, and a mirror is missing; or one has another width than its entry.
+
+    Examples:
+        >>> from types import SimpleNamespace
+        >>> cfg = SimpleNamespace(algorithm=SimpleNamespace(mirror_data=None))
+        >>> declared_mirrors(cfg, make_env("PointMass", 2), "mirror_data", ["observation"]) is None
+        True
+    """
+    wanted: bool | None = getattr(cfg.algorithm, switch)
+    mirrors = _mirrors(env)
+    missing = [key for key in (*groups, "action") if key not in mirrors]
+    if wanted and missing:
+        raise ValueError(
+            f"algorithm.{switch} needs a mirror for {missing}; {cfg.env.name} declares them for "
+            f"{sorted(mirrors) or 'nothing'}. Declare them as env.mirrors, or set {switch} to false."
+        )
+    return None if missing or wanted is False else mirrors
+
+
+def _mirrors(env: EnvBase) -> dict[str, Any]:
+    """What an environment publishes as ``mirrors``, as wide as its observations and actions."""
+    mirrors = dict(getattr(env, "mirrors", {}))
+    specs = {**dict(env.observation_spec.items(True, True)), "action": env.action_spec}
+    check_mirror_widths(mirrors, {key: spec.shape[-1] for key, spec in specs.items() if spec.shape})
+    return mirrors
 
 
 def _build(env: EnvConfig, num_envs: int, device: torch.device | str, seed: int) -> EnvBase:
@@ -149,9 +197,59 @@ def _with_box(env: EnvBase, scale: float | None) -> EnvBase:
     return env if scale is None else bound_actions(env, scale)
 
 
-def _worker_env(env: EnvConfig, scale: float | None, num_envs: int, seed: int, worker: int) -> EnvBase:
-    built = _with_box(_build(env, num_envs, "cpu", spawn_seeds(seed, worker + 1)[worker]), scale)
-    return wrap_env(built, reward_scale=env.reward_scale, **env.action_options())
+def is_new(cfg: RunConfig) -> bool:
+    """Whether a run starts from the beginning: there is no checkpoint to continue from.
+
+    Examples:
+        >>> is_new(RunConfig())
+        True
+    """
+    return cfg.resume is None or not has_checkpoint(cfg.resume)
+
+
+def training_env(cfg: RunConfig, env: EnvBase, seed: int) -> TransformedEnv:
+    """The environment as a learner sees it: see ``wrap_env``, and ``RandomStart`` where ``cfg`` asks for it.
+
+    Args:
+        cfg: the configuration.
+        env: from ``build_env``.
+        seed: of the steps at which first episodes start.
+
+    Raises:
+        ValueError: ``cfg.env.random_start`` is true, and the environment has no clock that can be set.
+
+    Examples:
+        >>> env = training_env(RunConfig(), make_env("PointMass", 2), seed=0)
+        >>> "late_start" in env.observation_spec.keys()
+        True
+    """
+    return _learner_env(_env_config(cfg), is_new(cfg), env, seed)
+
+
+def _env_config(cfg: RunConfig) -> EnvConfig:
+    """The configuration of the environment, with the algorithm's say in it."""
+    return cfg.env.model_copy(update={"random_start": cfg.random_start})
+
+
+def _learner_env(cfg: EnvConfig, new: bool, env: EnvBase, seed: int) -> TransformedEnv:
+    wrapped = wrap_env(env, reward_scale=cfg.reward_scale, **cfg.action_options())
+    if cfg.random_start is False:
+        return wrapped
+    if can_start_late(wrapped):
+        # Last, so that the transforms before it keep their places in checkpoints.
+        return wrapped.append_transform(RandomStart(seed, begun=not new))
+    if cfg.random_start:
+        raise ValueError(
+            f"{cfg.name} cannot start at random steps of its episodes (--env.random_start true): it has no time limit "
+            "whose clock can be set. Leave random_start out, or give the environment max_steps and a method "
+            "set_episode_steps(steps)."
+        )
+    return wrapped
+
+
+def _worker_env(env: EnvConfig, new: bool, scale: float | None, num_envs: int, seed: int, worker: int) -> EnvBase:
+    own = spawn_seeds(seed, worker + 1)[worker]
+    return _learner_env(env, new, _with_box(_build(env, num_envs, "cpu", own), scale), own)
 
 
 def collector_options(cfg: RunConfig) -> dict[str, Any]:
@@ -165,7 +263,7 @@ def collector_options(cfg: RunConfig) -> dict[str, Any]:
     return {
         "kind": cfg.collector,
         "num_workers": cfg.num_workers,
-        "worker_env": partial(_worker_env, cfg.env, cfg.action_bound_scale, rows, cfg.seed),
+        "worker_env": partial(_worker_env, _env_config(cfg), is_new(cfg), cfg.action_bound_scale, rows, cfg.seed),
         "seed": cfg.seed,
     }
 

@@ -11,12 +11,14 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from edenrl.envs import action_saturation
+from edenrl.modules import whole_episode_ends
 from edenrl.optim import GradientStep
 
 __all__ = ["IterationMetrics", "average", "rollout_metrics"]
 
 # What the metrics of an iteration need of its rollouts.
-_WATCHED = ("action", ("next", "done"), ("next", "episode_reward"), ("next", "step_count"), ("next", "metrics"))
+_ENDED = ("done", "episode_reward", "step_count", "metrics", "late_start")
+_WATCHED = ("action", *(("next", name) for name in _ENDED))
 
 
 @torch.no_grad()
@@ -44,8 +46,9 @@ def rollout_metrics(rollout: TensorDictBase, box: tuple[Tensor, Tensor] | None =
 
     ``episode/return``, ``episode/length``, ``episode/success_rate`` and one entry per ``("next", "metrics", name)`` are
     means over the episodes that ended in the rollout (NaN when none did, or when an environment had not reported a
-    metric yet); ``episode/count`` is their number. With
-    ``box``, ``action_saturation`` is the share of action components at or beyond a bound.
+    metric yet); ``episode/count`` is their number. Episodes that ``("next", "late_start")`` marks are left out: they
+    were shortened, see ``edenrl.envs.RandomStart``. With ``box``, ``action_saturation`` is the share of action
+    components at or beyond a bound.
 
     Args:
         rollout: data of any batch shape with ``("next", "done")`` and, from ``edenrl.envs.wrap_env``,
@@ -60,7 +63,7 @@ def rollout_metrics(rollout: TensorDictBase, box: tuple[Tensor, Tensor] | None =
         7.0
     """
     ended = rollout["next"]
-    done = ended["done"].flatten()
+    done = whole_episode_ends(rollout).flatten()
     sources = {"return": ended.get("episode_reward", None), "length": ended.get("step_count", None)}
     if "metrics" in ended.keys():
         sources |= dict(ended["metrics"].items())

@@ -14,10 +14,9 @@ from torchrl.envs import EnvBase, TransformedEnv
 
 from edenrl import distributed
 from edenrl.config import RunConfig
-from edenrl.envs import action_box, process_seed, wrap_env
+from edenrl.envs import action_box, process_seed
 from edenrl.optim import GradientStep
-from edenrl.training.checkpoint_folder import has_checkpoint
-from edenrl.training.environment import build_env, collector_options, evaluate_run
+from edenrl.training.environment import build_env, collector_options, evaluate_run, is_new, training_env
 from edenrl.training.exporting import export_run, require_export
 from edenrl.training.folder import RunFolder, run_directory
 from edenrl.training.initial_weights import InitialWeights
@@ -134,8 +133,11 @@ class Run:
         return env
 
     def training_env(self, env: EnvBase) -> TransformedEnv:
-        """The environment as a learner sees it: actions within bounds, scaled rewards, episode statistics."""
-        wrapped = wrap_env(env, reward_scale=self.cfg.env.reward_scale, **self.cfg.env.action_options())
+        """The environment as a learner sees it: actions within bounds, scaled rewards, episode statistics.
+
+        Where ``cfg.env.random_start`` allows it, a new run begins at random steps of the time limits.
+        """
+        wrapped = training_env(self.cfg, env, self.seed)
         self._metrics.box = action_box(wrapped)
         return wrapped
 
@@ -226,7 +228,7 @@ class Run:
     @property
     def is_new(self) -> bool:
         """Whether the run starts from the beginning: there is no checkpoint to continue from."""
-        return self.cfg.resume is None or not has_checkpoint(self.cfg.resume)
+        return is_new(self.cfg)
 
     @property
     def remaining(self) -> int:

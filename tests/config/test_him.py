@@ -27,5 +27,18 @@ def test_what_does_not_fit_is_refused(given: dict[str, object], message: str) ->
 
 def test_the_preset_of_the_robot_shares_that_of_ppo() -> None:
     him, ppo = presets.HIM["Quadruped"]["algorithm"], presets.PPO["Quadruped"]["algorithm"]
-    assert {name for name in ppo if him[name] != ppo[name]} == {"actor_groups"}
-    assert HIMConfig(**him).symmetry
+    assert {name for name in ppo if him.get(name) != ppo[name]} == {"actor_groups", "symmetry"}
+    config = HIMConfig(**him)
+    assert config.mirror_data is None and config.symmetry_loss is None
+
+
+def test_the_critic_is_as_wide_as_in_the_source() -> None:
+    assert HIMConfig().critic_hidden == HIMConfig().actor_hidden == (512, 256, 256)
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_a_configuration_of_an_earlier_version_has_one_switch_for_both(on: bool) -> None:
+    old = HIMConfig.model_validate({"symmetry": on})
+    assert (old.mirror_data, old.symmetry_loss) == (on, on)
+    with pytest.raises(ValidationError, match="symmetry is now two switches"):
+        HIMConfig.model_validate({"symmetry": on, "mirror_data": True})

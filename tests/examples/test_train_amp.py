@@ -110,7 +110,7 @@ def test_resumed_run_is_the_uninterrupted_run(tmp_path, clips):
 
 @pytest.mark.parametrize("flags", [[], ["--algorithm.style_scale=control_dt"], ["--env.reward_scale=0.5"]])
 def test_the_returns_of_episodes_are_task_style_and_both(tmp_path, clips, flags):
-    train(tmp_path / "run", 16, *flags, motion=clips)
+    train(tmp_path / "run", 24, *flags, motion=clips)
     scale = 0.5 if "--env.reward_scale=0.5" in flags else 1.0
     ended = [row for row in rows(tmp_path / "run") if "episode/return" in row]
     assert len(ended) >= 2

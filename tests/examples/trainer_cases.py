@@ -263,7 +263,6 @@ TRAINERS = {
         [
             *PPO,
             *_ROBOT,
-            "--algorithm.symmetry=true",
             "--algorithm.encoder_hidden=8",
             "--algorithm.target_hidden=8",
             "--algorithm.latent_dim=4",

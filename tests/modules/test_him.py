@@ -8,10 +8,11 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from tensordict import TensorDict
 from torch import Tensor, nn
 from torchrl.data import Composite, Unbounded
 
-from edenrl.modules import HIMActor, HIMEstimator, HIMLayout, him_actor, sinkhorn, value_critic
+from edenrl.modules import HIMActor, HIMEstimator, HIMLayout, HIMRolloutCheck, him_actor, sinkhorn, value_critic
 from edenrl.optim import MuonAdamW
 
 LAYOUT = HIMLayout(frame=10, frames=6, order="oldest_first")
@@ -188,6 +189,44 @@ def test_a_rollout_shows_whether_the_order_is_declared_right() -> None:
         right.check(*rollout(noise=3.0))
     with pytest.raises(ValueError):  # the velocity first, but declared last
         right.check(history, critic.roll(3, -1))
+
+
+def stacked(frames: Tensor, missing: Tensor | None = None) -> TensorDict:
+    """Stacks of the last two frames ``[N, T, 4]`` of ``[N, T + 1, 2]``."""
+    history, critic = torch.cat([frames[:, :-1], frames[:, 1:]], -1), torch.cat([frames[:, 1:], frames[:, 1:, :1]], -1)
+    critic = torch.cat([critic, torch.zeros_like(critic[..., :2])], -1)
+    data = TensorDict(history=history, critic=critic, next={}, batch_size=history.shape[:2])
+    if missing is not None:
+        data["next", "final_obs_missing"] = missing
+    return data
+
+
+@pytest.mark.parametrize(("rows", "steps", "count"), [(3, 4, 1), (8, 2, 5)])
+def test_rows_without_their_last_observation_are_refused_or_accepted(rows: int, steps: int, count: int) -> None:
+    torch.manual_seed(rows)
+    frames, missing = torch.randn(rows, steps + 1, 2), torch.zeros(rows, steps, 1, dtype=torch.bool)
+    layout = HIMLayout(frame=2, frames=2, order="oldest_first")
+    check, accepting = HIMRolloutCheck(layout), HIMRolloutCheck(layout, accept_missing_final_observations=True)
+    check(stacked(frames))
+    check(stacked(frames, missing))
+    missing.view(-1)[torch.randperm(rows * steps)[:count]] = True
+    with pytest.raises(ValueError, match=f"does not give the last observation of {count} episodes"):
+        check(stacked(frames, missing))
+    accepting(stacked(frames, missing))
+
+
+def test_a_rollout_is_compared_with_the_layout_until_it_proves_something() -> None:
+    torch.manual_seed(0)
+    still, moving = torch.ones(4, 3, 2), torch.randn(4, 6, 2)
+    wrong = HIMRolloutCheck(HIMLayout(frame=2, frames=2, order="newest_first"))
+    wrong(stacked(still))
+    with pytest.raises(ValueError, match="declared newest_first"):
+        wrong(stacked(moving))
+    right = HIMRolloutCheck(HIMLayout(frame=2, frames=2, order="oldest_first"))
+    right(stacked(moving))
+    swapped = stacked(moving)
+    swapped["history"] = swapped["history"].flip(-1)
+    right(swapped)  # it was shown already
 
 
 def test_muon_trains_hidden_weights_and_adamw_the_rest() -> None:

@@ -9,7 +9,7 @@ from torchrl.data import Bounded
 from torchrl.modules import ProbabilisticActor
 
 from edenrl.modules import MirrorAugmentation, SignedPermutation, gaussian_actor, value_critic
-from edenrl.objectives import PPOLoss
+from edenrl.objectives import HIMLoss, MirrorLoss, PPOLoss
 
 # Two numbers that change places, and one that changes its sign.
 MIRRORS = {"observation": SignedPermutation([1, 0, 2], [1, 1, -1]), "action": SignedPermutation([1, 0], [-1, -1])}
@@ -165,3 +165,31 @@ def test_a_saturated_action_is_mirrored_before_the_tanh(log_prob: str) -> None:
     torch.testing.assert_close(doubled["action"], 2 * doubled["pre_squash_action"].tanh())
     out = PPOLoss(actor, entropy_coeff=0.0)(doubled)
     assert out["max_ratio"].item() == pytest.approx(1.0, abs=1e-4)
+
+
+def mirror(width: int) -> SignedPermutation:
+    return SignedPermutation(range(width))
+
+
+@pytest.mark.parametrize(("part", "width", "right"), [("observation", 4, 3), ("extra", 1, 2), ("action", 3, 2)])
+def test_mirrors_of_other_widths_are_refused_at_construction(part: str, width: int, right: int) -> None:
+    mirrors = {"observation": mirror(3), "extra": mirror(2), "action": mirror(2)}
+    actor = gaussian_actor({"observation": 3}, 2, hidden=(8,))
+    critic = value_critic({"observation": 3, "extra": 2}, hidden=(8,))
+    MirrorAugmentation(mirrors, actor, critic)
+    HIMLoss(actor, critic, mirrors=mirrors)
+    wrong = {**mirrors, part: mirror(width)}
+    message = f"mirror of '{part}' has {width} entries, and '{part}' has {right}"
+    for build in (lambda: MirrorAugmentation(wrong, actor, critic), lambda: HIMLoss(actor, critic, mirrors=wrong)):
+        with pytest.raises(ValueError, match=message):
+            build()
+    if part != "extra":
+        with pytest.raises(ValueError, match=message):
+            MirrorLoss(actor, wrong)
+        with pytest.raises(ValueError, match=message):
+            MirrorAugmentation(wrong, _squashed())
+
+
+def _squashed() -> ProbabilisticActor:
+    spec = Bounded(-torch.ones(2), torch.ones(2), (2,))
+    return gaussian_actor({"observation": 3}, spec, squash=True, hidden=(8,))

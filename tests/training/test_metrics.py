@@ -45,6 +45,19 @@ def test_rollout_metrics_by_hand():
     assert rollout_metrics(rollout)["episode/return"].isnan()
 
 
+@pytest.mark.parametrize("late", [[0, 0, 0], [1, 0, 1], [1, 1, 1]])
+def test_shortened_episodes_are_in_no_mean(late):
+    returns, late = torch.tensor([1.0, 5.0, 9.0]), torch.tensor(late, dtype=torch.bool)
+    ended = dict(done=torch.ones(3, 1).bool(), episode_reward=returns[:, None], late_start=late[:, None])
+    out = rollout_metrics(TensorDict(next={**ended, "metrics": {"success": returns[:, None] / 10}}, batch_size=[3]))
+    assert out["episode/count"] == (~late).sum()
+    if late.all():
+        assert out["episode/return"].isnan() and out["episode/success_rate"].isnan()
+    else:
+        assert out["episode/return"] == returns[~late].mean()
+        assert out["episode/success_rate"] == pytest.approx(float(returns[~late].mean()) / 10)
+
+
 def test_a_metric_that_is_nan_at_the_end_of_an_episode_is_shown():
     values = torch.tensor([[math.nan, 1.0], [math.nan, 3.0]])
     ended = dict(done=torch.tensor([[False, True], [False, True]]).unsqueeze(-1), metrics=dict(h=values.unsqueeze(-1)))

@@ -351,6 +351,14 @@ class Quadruped(QuadrupedObservations):
             getattr(self._rows, name)[:] *= self._rows.motor_strength
         self._write_parameters(np.arange(self.num_envs))
 
+    def set_episode_steps(self, steps: torch.Tensor) -> None:
+        """Set the steps that the running episodes have taken; nothing else of their state changes.
+
+        Args:
+            steps: ``[N]``, each less than ``max_steps``.
+        """
+        self._rows.steps[:] = steps.cpu().numpy()
+
     def get_extra_state(self) -> dict[str, Any]:
         """Everything needed to continue bit for bit; stored by ``state_dict()`` under ``"_extra_state"``."""
         rows = {name: torch.from_numpy(value.copy()) for name, value in vars(self._rows).items()}
