@@ -29,6 +29,12 @@ def test_named_groups_and_one_flat_group():
     assert list(widths) == ["prop", "priv_explicit", "priv_latent", "history"] and key == "policy"
 
 
+def test_activations_of_actor_and_critic_are_two_settings():
+    config = RMAConfig(actor_activation="silu", activation="tanh")
+    assert config.network_options()["activation"] == "silu" and config.activation == "tanh"
+    assert RMAConfig().network_options()["activation"] == "elu"
+
+
 def test_what_does_not_fit_names_the_layout():
     with pytest.raises(ValueError, match=r"753 wide, laid out as prop 53 \| scan 132 .*groups of this environment"):
         RMAConfig(actor_groups=["policy"]).layout({"policy": 752})
