@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import warnings
 from pathlib import Path
 
 import depth_task
@@ -135,6 +136,23 @@ def test_the_environment_and_networks_are_the_teachers(tmp_path, teacher_run, st
     for name in ("student_actor", "depth_backbone", "depth_recurrent"):
         assert all(row[f"grad_norm_{name}"] > 0 for row in table)
     assert all(abs(row["loss"] - row["loss_action"] - row["loss_yaw"]) < 1e-5 for row in table)
+
+
+def test_nothing_is_said_of_the_camera_that_a_teacher_does_not_read(tmp_path, teacher_run):
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        train_rma.main([f"--run_dir={tmp_path / 'teacher'}", *TEACHER])
+        distil(teacher_run, tmp_path / "student", 1)
+    assert not [str(warning.message) for warning in said if "do not read" in str(warning.message)]
+
+
+@pytest.mark.parametrize("name", ["tanh", "silu"])
+def test_the_student_has_the_activation_of_its_teacher(tmp_path, name):
+    train_rma.main([f"--run_dir={tmp_path / 'teacher'}", *TEACHER, f"--algorithm.actor_activation={name}"])
+    distil(tmp_path / "teacher", tmp_path / "student", 1)
+    policy = rebuilt(tmp_path / "student")[2]
+    assert {"tanh": torch.nn.Tanh, "silu": torch.nn.SiLU}[name] is type(policy.module.actor.backbone[1])
+    evaluate.main([str(tmp_path / "student"), "--episodes", "2"])
 
 
 def test_groups_of_the_teacher_get_the_camera(tmp_path, teacher_run):
