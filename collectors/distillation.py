@@ -12,7 +12,7 @@ from torchrl.envs import EnvBase
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from edenrl.collectors.resume import env_state_dict, load_env_state_dict, load_step
-from edenrl.modules import DEPTH_STATES, DepthPolicy, require_depth_interval
+from edenrl.modules import DepthPolicy, refuse_nonfinite, require_depth_interval
 
 __all__ = ["DepthDistillationCollector"]
 
@@ -27,6 +27,9 @@ class DepthDistillationCollector:
     encoder runs for all rows together at the steps with a new image: the first of a rollout and every
     ``update_interval``-th after it. In between its latent and yaw are held.
 
+    The student acts on its own yaw angles where the gate is open (above 0.5), and on the true ones elsewhere. Only this
+    collector reads the gate: evaluations and deployed policies always act on their own.
+
     Gradient flows back in time through the GRU to the first step of the rollout and no further, because the next
     rollout starts from the detached state. It does not cross the end of an episode either. A row that is reset starts
     with state, latent and yaw of zero and sees its first image when the next one is due.
@@ -35,6 +38,7 @@ class DepthDistillationCollector:
 
     - ``teacher_action``, ``student_action`` (with graph), and ``action``, the one of them that drove the robot;
     - ``yaw``, the true angles to the way-points in rad, and ``yaw_prediction`` (with graph);
+    - ``delta_yaw_ok`` ``[N, steps, 1]``, boolean: the gate was open;
     - ``depth_new`` ``[N, steps, 1]``, boolean: the encoder ran and ``yaw_prediction`` is new;
     - reward, flags, episode return and length, and ``metrics`` under ``"next"``. Images are not kept.
 
@@ -51,13 +55,15 @@ class DepthDistillationCollector:
         steps: steps per rollout, a multiple of ``update_interval``.
         update_interval: control steps between images, as the environment declares it; default the student's.
         num_pretrain_iters: how many rollouts the teacher drives before the student does. Default 0.
+        gate: key of the gate, one number for each row. Default "delta_yaw_ok".
 
     Attributes:
         iterations: rollouts collected so far, over all resumptions.
 
     Raises:
         ValueError: for ``steps`` or an interval that does not fit, an environment that lacks an entry, a student that
-            shares parameters with the teacher, or a teacher with other actions than the environment's.
+            shares parameters with the teacher, or a teacher with other actions than the environment's; while it
+            collects, for an observation that is not finite, naming group, row and step.
 
     Source: Cheng et al. 2023, "Extreme Parkour with Legged Robots", arXiv:2309.14341.
 
@@ -83,6 +89,7 @@ class DepthDistillationCollector:
         *,
         update_interval: int | None = None,
         num_pretrain_iters: int = 0,
+        gate: NestedKey = "delta_yaw_ok",
     ) -> None:
         interval = student.update_interval if update_interval is None else update_interval
         require_depth_interval(env, interval)
@@ -96,9 +103,12 @@ class DepthDistillationCollector:
         self.steps, self.update_interval, self.num_pretrain_iters = steps, interval, num_pretrain_iters
         self.iterations = 0
         teacher.eval().requires_grad_(False)
-        states = [*DEPTH_STATES, "depth_new"]
-        self._keys = [key for key in student.in_keys if key not in states]
-        _check_published(env, [*self._keys, *teacher.in_keys])
+        self.gate = gate
+        # What is read at every step, and what is read at the steps with a new image.
+        self._read = list(dict.fromkeys([student.groups["prop"], student.groups["history"], gate, *teacher.in_keys]))
+        self._seen = [*self._read, student.groups["depth"]]
+        _check_published(env, self._seen)
+        _check_gate(env, gate)
         self._root = env.reset()
         self._hidden = student.module.encoder.start(env.batch_size.numel())
         label, wanted = self._label().shape, env.action_spec.shape
@@ -123,18 +133,21 @@ class DepthDistillationCollector:
         return action
 
     def _collect(self) -> TensorDictBase:
-        net = self.student.module
+        net, groups = self.student.module, self.student.groups
         slots = net.encoder.yaw_slots
         hidden = self._hidden
         _, latent, yaw = net.start(len(hidden))
         teacher_drives = self.iterations < self.num_pretrain_iters
         steps = []
         for t in range(self.steps):
-            prop, history, gate, depth = (self._root.get(key) for key in self._keys)
             new = t % self.update_interval == 0
+            # Here and not in the loss: the memory of the GRU and the simulation would carry it on.
+            refuse_nonfinite(self._root, self._seen if new else self._read, what="observation", step=t)
+            prop, history = self._root.get(groups["prop"]), self._root.get(groups["history"])
+            gate = self._root.get(self.gate)
             if new:
-                latent, yaw, hidden = net.encoder(depth, prop, hidden)
-            label, own = self._label(), net.act(prop, history, gate, latent, yaw)
+                latent, yaw, hidden = net.encoder(self._root.get(groups["depth"]), prop, hidden)
+            label, own = self._label(), net.act(prop, history, latent, yaw, gate)
             action = label if teacher_drives else own.detach()
             stepped, self._root = self.env.step_and_maybe_reset(self._root.set("action", action))
             entries = {
@@ -143,6 +156,7 @@ class DepthDistillationCollector:
                 "action": action,
                 "yaw": prop[..., slots[0] : slots[1]],
                 "yaw_prediction": yaw,
+                "delta_yaw_ok": gate > 0.5,
                 "depth_new": torch.full_like(stepped["next", "done"], new),
                 "next": stepped["next"].select(*_KEPT, strict=False),
             }
@@ -186,6 +200,12 @@ def _check_steps(steps: int, interval: int, num_pretrain_iters: int) -> None:
         )
     if num_pretrain_iters < 0:
         raise ValueError(f"num_pretrain_iters={num_pretrain_iters} was given; expected at least 0.")
+
+
+def _check_gate(env: EnvBase, gate: NestedKey) -> None:
+    shape = tuple(env.observation_spec[gate].shape)
+    if shape != (*env.batch_size, 1):
+        raise ValueError(f"The gate {gate!r} has the shape {shape}; expected one number for each row.")
 
 
 def _check_published(env: EnvBase, keys: list[NestedKey]) -> None:

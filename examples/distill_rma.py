@@ -68,12 +68,13 @@ def main(argv=None):
         loss = DepthDistillationLoss(student)
         step = run.gradient_step(loss, max_grad_norm={"student_actor": algo.max_grad_norm})  # encoder: no clipping
         collector = DepthDistillationCollector(
-            run.training_env(env), teacher, policy, algo.steps_per_env, num_pretrain_iters=algo.num_pretrain_iters
+            run.training_env(env), teacher, policy, algo.steps_per_env, **algo.collector_options()
         )
         run.keep(collector=collector)
         for rollout in run.rollouts(collector):  # [environments, steps]
             losses = loss(rollout)
-            run.record(losses, step(losses))  # one update: back-propagation through the whole rollout
+            metrics = step(losses)  # one update: back-propagation through the whole rollout
+            run.record(losses, metrics, delta_yaw_ok_frac=rollout["delta_yaw_ok"].float().mean())
             student.updates += int(step.applied)  # a student without updates refuses to act in evaluation
 
 

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from edenrl.collectors import make_collector
 from edenrl.config import EnvConfig, RMAConfig, RunConfig, parse_cli, presets
-from edenrl.modules import MirrorAugmentation, RMAActor, observation_groups, update_normalization
+from edenrl.modules import MirrorAugmentation, RMAActor, update_normalization, vector_groups
 from edenrl.modules.rma_compositions import rma_composition, rma_policy
 from edenrl.objectives import GAE, LinearRamp, MirrorLoss, RMADaggerLoss, RMALoss
 from edenrl.training import Run, make_critic, minibatches, run_script, symmetry_mirrors
@@ -25,7 +25,7 @@ class Train(RunConfig):
 
 def make_policy(cfg, env):
     """An untrained policy that needs no privileged observations. This is the one that is evaluated and exported."""
-    widths, keys = cfg.algorithm.layout(observation_groups(env.observation_spec))
+    widths, keys = cfg.algorithm.layout(vector_groups(env.observation_spec))
     num_actions = cfg.algorithm.num_actions(env.action_spec_unbatched, cfg.env.action_mode)
     actor = RMAActor(widths, num_actions, **cfg.algorithm.network_options())
     return rma_policy(actor, keys, latent="history", estimated=True)

@@ -8,7 +8,14 @@ from pydantic import Field
 
 from edenrl.collectors import make_collector
 from edenrl.config import RunConfig, SimbaPPOConfig, parse_cli, presets
-from edenrl.modules import observation_groups, post_step_hook, simba_actor, simba_critic, update_normalization
+from edenrl.modules import (
+    observation_groups,
+    post_step_hook,
+    simba_actor,
+    simba_critic,
+    update_normalization,
+    vector_groups,
+)
 from edenrl.objectives import GAE, PPOLoss
 from edenrl.training import Run, minibatches, run_script
 
@@ -24,7 +31,7 @@ def make_policy(cfg: Train, env):
     """The actor for an environment; evaluation rebuilds it from a run's config.json with this."""
     algo, spec = cfg.algorithm, env.observation_spec
     groups = observation_groups(spec, algo.actor_groups)
-    options = algo.network_options("actor", groups, observation_groups(spec))
+    options = algo.network_options("actor", groups, vector_groups(spec))
     squash = cfg.env.action_mode == "squash"
     return simba_actor(groups, env.action_spec_unbatched, init_std=algo.init_std, squash=squash, **options)
 
@@ -33,7 +40,7 @@ def make_critic(cfg: Train, env):
     """The value network for an environment."""
     algo, spec = cfg.algorithm, env.observation_spec
     groups = observation_groups(spec, algo.critic_groups)
-    return simba_critic(groups, **algo.network_options("critic", groups, observation_groups(spec)))
+    return simba_critic(groups, **algo.network_options("critic", groups, vector_groups(spec)))
 
 
 def main(argv=None):

@@ -19,6 +19,7 @@ class DepthTask(TensorStateEnv):
     """
 
     depth_interval = 5
+    open_above = -0.8  # the gate is open in nine of ten rows
 
     def __init__(self, num_envs, *, device=None, max_steps=12, seed=None, dtype=None):
         self.clock = 0
@@ -66,7 +67,7 @@ class DepthTask(TensorStateEnv):
                 "priv_explicit": zeros[:, :3].clone(),
                 "priv_latent": zeros,
                 "prop_history": state["history"].flatten(1).clone(),
-                "delta_yaw_ok": (state["noise"][:, :1] > -0.8).to(self._float),
+                "delta_yaw_ok": (state["noise"][:, :1] > self.open_above).to(self._float),
                 "depth": state["image"].clone(),
                 "metrics": TensorDict(steps=state["steps"].to(self._float), batch_size=self.batch_size),
                 "done": done,

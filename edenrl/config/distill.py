@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -69,6 +69,18 @@ class DepthDistillationConfig(Config):
     """Algorithm settings of the teacher. The script reads them from the teacher's config.json."""
     depth_hidden: Count = 512
     """Width of the depth encoder's GRU."""
+    yaw_slots: tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]] = (6, 8)
+    """Start and stop of the two entries of prop that hold the true yaw angles, such as 6,8."""
+    yaw_scale: Positive = 1.5
+    """Largest yaw angle that the student can predict, in rad."""
+    prop_group: Name | None = None
+    """Observation group that the student reads as prop. None: the teacher's."""
+    history_group: Name | None = None
+    """Observation group that the student reads as the history of prop. None: the teacher's."""
+    depth_group: Name = "depth"
+    """Observation group that holds the depth image."""
+    gate_group: Name = "delta_yaw_ok"
+    """Group that opens the gate above 0.5. While it is closed, a student in training acts on the true yaw angles."""
     steps_per_env: Count = 120
     """Steps each environment takes per iteration. Must be a multiple of update_interval."""
     update_interval: Count = 5
@@ -104,9 +116,14 @@ class DepthDistillationConfig(Config):
         """Options of ``edenrl.optim.make_lr_schedule`` for ``lr_schedule``."""
         return {} if self.lr_schedule == "constant" else {"final_fraction": self.final_lr_fraction}
 
-    def encoder_options(self) -> dict[str, int]:
+    def encoder_options(self) -> dict[str, Any]:
         """Options of ``DepthEncoder``. Its output takes the place of the teacher's scan latent."""
-        return {"latent": self.teacher["scan_hidden"][-1], "hidden": self.depth_hidden}
+        sizes = {"latent": self.teacher["scan_hidden"][-1], "hidden": self.depth_hidden}
+        return {**sizes, **self.pick("yaw_slots", "yaw_scale")}
+
+    def collector_options(self) -> dict[str, Any]:
+        """Options of ``DepthDistillationCollector``."""
+        return {"num_pretrain_iters": self.num_pretrain_iters, "gate": self.gate_group}
 
     def require_teacher(self) -> None:
         """Refuses a distillation that was started without a teacher.
@@ -120,22 +137,43 @@ class DepthDistillationConfig(Config):
             )
 
     def groups_and_image(self, teacher: Any, specs: Any) -> tuple[dict[str, Any], tuple[int, ...]]:
-        """What the student reads: the groups of ``prop`` and ``history`` by part, and the size of a depth image.
+        """What the student reads: the groups of prop, history and depth image, and the size of an image.
 
         Args:
             teacher: composition of the teacher's policy, from ``rma_composition``.
             specs: observation spec of the environment.
 
         Raises:
-            ValueError: if the parts are not separate groups, or if there is no group "depth".
+            ValueError: if the teacher's parts are not separate groups, or for a group that the environment lacks or
+                that has another shape.
         """
-        published = sorted(specs.keys())
-        if teacher.flat is not None or "depth" not in published:
+        if teacher.flat is not None:
             raise ValueError(
-                f"A depth student reads prop, its history and depth as groups; this environment has {published}."
+                f"A depth student reads prop and its history as groups; this teacher reads all from {teacher.flat!r}."
             )
-        keys = {name: teacher.keys[name] for name in ("prop", "history")}
-        return keys, tuple(specs["depth"].shape[-2:])
+        keys = {
+            "prop": self.prop_group or teacher.keys["prop"],
+            "history": self.history_group or teacher.keys["history"],
+            "depth": self.depth_group,
+        }
+        for name, group in keys.items():
+            if group not in specs.keys():
+                raise ValueError(
+                    f"algorithm.{name}_group: this environment has no group {group!r}; it has {sorted(specs.keys())}."
+                )
+        for name in ("prop", "history"):
+            width, wanted = specs[keys[name]].shape[-1], teacher.actor.widths[name]
+            if width != wanted:
+                raise ValueError(
+                    f"algorithm.{name}_group {keys[name]!r} is {width} wide; the teacher's {name} is {wanted} wide."
+                )
+        image = tuple(specs[self.depth_group].shape[len(specs.shape) :])
+        if len(image) != 2:
+            raise ValueError(
+                f"algorithm.depth_group {self.depth_group!r} has the shape {image}; expected the height and width of "
+                "an image."
+            )
+        return keys, image
 
     @model_validator(mode="after")
     def _check_steps(self) -> DepthDistillationConfig:

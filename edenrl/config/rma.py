@@ -63,7 +63,9 @@ class RMAConfig(PPOSettings):
     critic_hidden: tuple[Count, ...] = (512, 256, 128)
     """Widths of the critic's hidden layers."""
     activation: Literal["elu", "relu", "tanh", "silu"] = "elu"
-    """Activation of the critic. The actor always uses elu."""
+    """Activation of the critic."""
+    actor_activation: Literal["elu", "relu", "tanh", "silu"] = "elu"
+    """Activation of the actor: its encoders, estimator and backbone. The scan encoder always ends in a tanh."""
     tanh: bool = False
     """Bound the action mean with a tanh."""
     symmetry: Literal["none", "augment", "loss"] = "none"
@@ -130,7 +132,8 @@ class RMAConfig(PPOSettings):
     def network_options(self) -> dict[str, Any]:
         """Options of ``edenrl.modules.RMAActor``."""
         encoders = self.pick("scan_hidden", "priv_hidden", "estimator_hidden")
-        return {"hidden": self.actor_hidden, **encoders, **self.pick("tanh", "init_std")}
+        actor = {"hidden": self.actor_hidden, "activation": self.actor_activation}
+        return {**actor, **encoders, **self.pick("tanh", "init_std")}
 
     def acting_options(self) -> dict[str, Any]:
         """Options of ``edenrl.modules.rma_policy`` for the policy that collects."""

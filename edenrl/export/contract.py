@@ -158,7 +158,7 @@ def observations_of(graph: PolicyGraph, env: EnvBase, contract: EnvContract) -> 
         ValueError: if a transform of the environment normalizes a group, or terms do not add up to its width.
     """
     transforms = _unwrap(env)[1]
-    statistics = graph.statistics()
+    statistics, unread = graph.statistics(), graph.unread_features()
     out, start = [], 0
     for (key, shape), width in zip(graph.groups.items(), graph.widths, strict=True):
         name = _name(key)
@@ -181,6 +181,7 @@ def observations_of(graph: PolicyGraph, env: EnvBase, contract: EnvContract) -> 
                 shape=list(shape),
                 terms=terms,
                 history=history,
+                unread=unread.get(key),
                 interval=contract.intervals.get(name),
                 mean=None if statistics is None else _short(statistics[0][start : start + width]),
                 std=None if statistics is None else _short(statistics[1][start : start + width]),

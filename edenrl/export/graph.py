@@ -257,6 +257,14 @@ class PolicyGraph(nn.Module):
         """How the stacked frames are laid out that a network was built for, by group."""
         return {keys[0]: network.layout for network, keys in self._networks() if isinstance(network, HIMActor)}
 
+    def unread_features(self) -> dict[NestedKey, tuple[int, int]]:
+        """Start and stop of what a network does not read, by group; of stacked frames, in each frame."""
+        found = {}
+        for network, keys in self._networks():
+            for place, features in getattr(network, "unread", {}).items():
+                found[keys[place]] = features
+        return found
+
     def _networks(self) -> list[tuple[nn.Module, list[NestedKey]]]:
         """The networks of the policy with what they read."""
         steps = zip(self.steps, self.keys, strict=True)

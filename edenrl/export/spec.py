@@ -124,6 +124,9 @@ class ObservationSpec(_Part):
     """What fills the group (of a history: one frame), in order; empty when the environment does not say."""
     history: History | None = None
     """The frames that the group stacks; null: it holds one, or the environment does not say."""
+    unread: tuple[int, int] | None = None
+    """Start and stop of features (of a history: in each frame) that the policy does not read: a deployment may put any
+    number there. null: it reads all."""
     interval: int | None = Field(default=None, ge=1)
     """Control steps between two updates; the group stays as it is in between. null: one, or not known."""
     mean: list[float] | None = None

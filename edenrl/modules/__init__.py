@@ -7,6 +7,7 @@ from edenrl.modules.actor_critic import (
     observation_groups,
     update_normalization,
     value_critic,
+    vector_groups,
 )
 from edenrl.modules.amp import AMPReward, Discriminator, FrameNorm, SaturationWatch
 from edenrl.modules.constraint import TaskConstraint
@@ -101,4 +102,5 @@ __all__ = [
     "update_normalization",
     "value_critic",
     "whole_episode_ends",
+    "vector_groups",
 ]

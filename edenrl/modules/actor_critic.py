@@ -25,10 +25,32 @@ __all__ = [
     "observation_groups",
     "update_normalization",
     "value_critic",
+    "vector_groups",
 ]
 
 # What environments publish for the log and for losses, not for a policy.
 _NOT_OBSERVED = ("metrics", "reward_groups")
+
+
+def vector_groups(spec: Composite) -> dict[str, int]:
+    """Every group that is a floating-point vector, with its width, for networks that choose among them.
+
+    As ``observation_groups``, without a warning about what else the environment publishes.
+
+    Args:
+        spec: the observation spec of the environment without book-keeping transforms.
+
+    Examples:
+        >>> from torchrl.data import Composite, Unbounded
+        >>> vector_groups(Composite(prop=Unbounded((8, 45)), depth=Unbounded((8, 58, 87)), shape=(8,)))
+        {'prop': 45}
+    """
+    batch_dims = len(spec.shape)
+    return {
+        name: int(leaf.shape[-1])
+        for name, leaf in spec.items()
+        if not isinstance(leaf, Composite) and leaf.dtype.is_floating_point and len(leaf.shape) == batch_dims + 1
+    }
 
 
 def observation_groups(spec: Composite, names: Sequence[str] | None = None) -> dict[str, int]:
@@ -50,12 +72,7 @@ def observation_groups(spec: Composite, names: Sequence[str] | None = None) -> d
         >>> observation_groups(spec, ["scan"])
         {'scan': 132}
     """
-    batch_dims = len(spec.shape)
-    vectors = {
-        name: int(leaf.shape[-1])
-        for name, leaf in spec.items()
-        if not isinstance(leaf, Composite) and leaf.dtype.is_floating_point and len(leaf.shape) == batch_dims + 1
-    }
+    batch_dims, vectors = len(spec.shape), vector_groups(spec)
     wanted = list(vectors) if names is None else list(names)
     others = {
         key if isinstance(key, str) else ".".join(key): f"{leaf.dtype} {tuple(leaf.shape[batch_dims:])}"

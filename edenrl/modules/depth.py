@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import torch
 from torch import Tensor, nn
@@ -74,11 +75,11 @@ class DepthEncoder(nn.Module):
         image: height and width of the image. Default 58 x 87.
         latent: width of the latent that goes to the actor. Default 32.
         hidden: width of the GRU. Default 512.
-        yaw_slots: start and stop of the entries of ``prop`` that hold the true yaw angles. Default 6 and 8.
+        yaw_slots: start and stop of the two entries of ``prop`` that hold the true yaw angles. Default 6 and 8.
         yaw_scale: largest angle it can predict, in rad. Default 1.5.
 
     Raises:
-        ValueError: for yaw slots outside of ``prop``.
+        ValueError: for yaw slots that are not two entries of ``prop``, or a scale that is no positive number.
 
     Source: Cheng et al. 2023, arXiv:2309.14341.
 
@@ -101,11 +102,13 @@ class DepthEncoder(nn.Module):
     ) -> None:
         super().__init__()
         start, stop = yaw_slots
-        if not 0 <= start < stop <= num_prop:
+        if not 0 <= start <= num_prop - 2 or stop != start + 2:
             raise ValueError(
-                f"yaw_slots={tuple(yaw_slots)} was given; expected a start and a stop inside the {num_prop} entries of "
-                "prop."
+                f"yaw_slots={tuple(yaw_slots)} was given; expected a start and a stop, two apart, inside the "
+                f"{num_prop} entries of prop."
             )
+        if not 0 < yaw_scale < math.inf:
+            raise ValueError(f"yaw_scale={yaw_scale} was given; expected a positive angle in rad.")
         self.yaw_slots, self.yaw_scale = (start, stop), yaw_scale
         self.num_prop, self.latent, self.hidden = num_prop, latent, hidden
         self.backbone = DepthBackbone(image)
@@ -138,8 +141,9 @@ class DepthStudent(nn.Module):
     """A copy of a teacher's actor that reads a depth image where the teacher reads a scan of the ground.
 
     Nothing privileged is read: the encoder's latent replaces the scan latent, the history latent replaces the
-    privileged one, and the estimator predicts ``priv_explicit``. Where the gate is above 0.5, the yaw slots of ``prop``
-    hold the encoder's prediction, detached. In the frames of the history these slots are always zero.
+    privileged one, the estimator predicts ``priv_explicit``, and the yaw slots of ``prop`` hold the encoder's
+    prediction, detached. In the frames of the history these slots are always zero. Only ``act`` can be given a gate,
+    which lets the true yaw angles through; a rollout for training does so, a deployed student never does.
 
     The encoder runs only when there is a new image; until the next one latent and yaw are held. ``see`` takes the
     image, ``act`` gives the action, ``forward`` does both (see ``DepthPolicy``).
@@ -164,8 +168,7 @@ class DepthStudent(nn.Module):
         >>> student = DepthStudent(teacher, DepthEncoder(53, hidden=16))
         >>> state = student.start(2)
         >>> prop, depth, history = torch.zeros(2, 53), torch.zeros(2, 58, 87), torch.zeros(2, 530)
-        >>> new, gate = torch.ones(2, 1), torch.ones(2, 1)
-        >>> action, *state = student(prop, history, gate, depth, new, *state)
+        >>> action, *state = student(prop, history, depth, torch.ones(2, 1), *state)
         >>> action.shape, [part.shape[1] for part in state]
         (torch.Size([2, 12]), [16, 32, 2])
     """
@@ -205,10 +208,21 @@ class DepthStudent(nn.Module):
         hidden, latent, yaw = (torch.where(rows, after, before) for after, before in pairs)
         return hidden, latent, yaw
 
-    def act(self, prop: Tensor, history: Tensor, gate: Tensor, latent: Tensor, yaw: Tensor) -> Tensor:
-        """The action mean ``[batch, actions]`` for what was last seen."""
+    def act(self, prop: Tensor, history: Tensor, latent: Tensor, yaw: Tensor, gate: Tensor | None = None) -> Tensor:
+        """The action mean ``[batch, actions]`` for what was last seen.
+
+        Args:
+            prop: proprioception ``[batch, num_prop]``; without a gate its yaw slots are not read.
+            history: the last frames of ``prop``; their yaw slots are not read.
+            latent: the encoder's latent.
+            yaw: the encoder's yaw angles.
+            gate: ``[batch, 1]``, for training alone: rows in which it is not above 0.5 act on the true yaw angles of
+                ``prop`` instead of ``yaw``. Default: all rows act on ``yaw``.
+        """
         slots = self.encoder.yaw_slots
-        own = torch.where(gate > 0.5, yaw.detach(), prop[..., slots[0] : slots[1]])
+        own = yaw.detach()
+        if gate is not None:
+            own = torch.where(gate > 0.5, own, prop[..., slots[0] : slots[1]])
         frames = history.unflatten(-1, (-1, self.encoder.num_prop))
         # The frames hold the true angles, which a robot does not know.
         blind = _with_yaw(frames, slots).flatten(-2)
@@ -221,7 +235,6 @@ class DepthStudent(nn.Module):
         self,
         prop: Tensor,
         history: Tensor,
-        gate: Tensor,
         depth: Tensor,
         new: Tensor,
         hidden: Tensor,
@@ -240,7 +253,7 @@ class DepthStudent(nn.Module):
             )
         if bool((new > 0.5).any()):  # most steps have no new image and need no encoder
             hidden, latent, yaw = self.see(prop, depth, new, hidden, latent, yaw)
-        return self.act(prop, history, gate, latent, yaw), hidden, latent, yaw
+        return self.act(prop, history, latent, yaw), hidden, latent, yaw
 
     def export_module(self) -> nn.Module:
         """The same network without a branch, because exporters cannot follow one: its encoder runs at every step."""
@@ -251,12 +264,12 @@ class _Unconditional(nn.Module):
     def __init__(self, student: DepthStudent) -> None:
         super().__init__()
         self.student = student
+        # For the spec of an exported policy: what is not read of the first two inputs, prop and history.
+        self.unread = dict.fromkeys((0, 1), student.encoder.yaw_slots)
 
-    def forward(
-        self, prop: Tensor, history: Tensor, gate: Tensor, depth: Tensor, new: Tensor, *state: Tensor
-    ) -> tuple[Tensor, ...]:
+    def forward(self, prop: Tensor, history: Tensor, depth: Tensor, new: Tensor, *state: Tensor) -> tuple[Tensor, ...]:
         hidden, latent, yaw = self.student.see(prop, depth, new, *state)
-        return self.student.act(prop, history, gate, latent, yaw), hidden, latent, yaw
+        return self.student.act(prop, history, latent, yaw), hidden, latent, yaw
 
 
 def _with_yaw(prop: Tensor, slots: tuple[int, int], yaw: Tensor | None = None) -> Tensor:

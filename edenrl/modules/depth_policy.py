@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 from tensordict import NestedKey, TensorDictBase
-from tensordict.nn import TensorDictModule
+from tensordict.nn import TensorDictModule, dispatch
 from torch import Tensor
 from torchrl.data import Composite, Unbounded
 from torchrl.envs import Compose, EnvBase, TensorDictPrimer, Transform, TransformedEnv
 
 from edenrl.modules.depth import DepthStudent
+from edenrl.modules.finite import refuse_nonfinite
 
 __all__ = ["DEPTH_STATES", "DepthPolicy", "DepthRefresh", "require_depth_interval"]
 
@@ -23,8 +24,8 @@ DEPTH_STATES = ("depth_hidden", "depth_latent", "depth_yaw")
 class DepthPolicy(TensorDictModule):
     """A ``DepthStudent`` as a TensorDict policy; its state is carried under ``DEPTH_STATES``.
 
-    Reads ``prop``, ``prop_history``, ``delta_yaw_ok`` (the gate), ``depth``, ``depth_new`` and the state. Writes the
-    action mean under ``action``, and the next state.
+    Reads ``prop``, ``prop_history``, ``depth``, ``depth_new`` and the state. Writes the action mean under ``action``,
+    and the next state. It acts on its own yaw angles and never on the true ones.
 
     The environment needs the transforms that ``make_tensordict_primer`` returns; ``edenrl.training.evaluate_run``
     appends them. They publish the zeros that episodes begin with, and ``depth_new``, which says when the image is new.
@@ -32,16 +33,23 @@ class DepthPolicy(TensorDictModule):
 
     Args:
         student: the network.
-        keys: other names for any of ``prop``, ``history``, ``gate``, ``depth``.
+        keys: other names for any of ``prop``, ``history``, ``depth``.
         update_interval: control steps between images. Default 5.
+
+    Attributes:
+        groups: the names of ``prop``, ``history`` and ``depth``.
+
+    Raises:
+        ValueError: for a key of something else; in ``forward`` for an observation that is not finite, naming group, row
+            and, where the environment counts them (``step_count``), the step of the episode.
 
     Examples:
         >>> from torchrl.modules.utils import get_primers_from_module
         >>> from edenrl.modules import DepthEncoder, RMAActor
         >>> teacher = RMAActor(dict(prop=53, scan=132, priv_explicit=9, priv_latent=29, history=530), num_actions=12)
         >>> policy = DepthPolicy(DepthStudent(teacher, DepthEncoder(53, hidden=16)))
-        >>> policy.in_keys[:5]
-        ['prop', 'prop_history', 'delta_yaw_ok', 'depth', 'depth_new']
+        >>> policy.in_keys[:4]
+        ['prop', 'prop_history', 'depth', 'depth_new']
         >>> [type(transform).__name__ for transform in get_primers_from_module(policy)]
         ['DepthRefresh', 'TensorDictPrimer']
     """
@@ -51,15 +59,29 @@ class DepthPolicy(TensorDictModule):
     def __init__(
         self, student: DepthStudent, keys: Mapping[str, NestedKey] | None = None, *, update_interval: int = 5
     ) -> None:
-        default: dict[str, NestedKey] = dict(prop="prop", history="prop_history", gate="delta_yaw_ok", depth="depth")
+        default: dict[str, NestedKey] = dict(prop="prop", history="prop_history", depth="depth")
         if unknown := set(keys or {}) - set(default):
             raise ValueError(f"keys names {sorted(unknown)}; a DepthPolicy reads {list(default)}.")
         self.update_interval = update_interval
+        self.groups = {**default, **(keys or {})}
         super().__init__(
             student,
-            in_keys=[*{**default, **(keys or {})}.values(), "depth_new", *DEPTH_STATES],
+            in_keys=[*self.groups.values(), "depth_new", *DEPTH_STATES],
             out_keys=["action", *(("next", name) for name in DEPTH_STATES)],
         )
+
+    @dispatch(auto_batch_size=False)
+    def forward(self, tensordict: TensorDictBase, *args: Any, **kwargs: Any) -> TensorDictBase:
+        """Acts on one step of an environment."""
+        old = tensordict["depth_new"][..., 0] <= 0.5
+        refuse_nonfinite(
+            tensordict,
+            self.groups.values(),
+            what="observation",
+            absent={self.groups["depth"]: old},  # between two images nobody looks
+            step=tensordict.get("step_count", None),
+        )
+        return super().forward(tensordict, *args, **kwargs)
 
     def make_tensordict_primer(self) -> Compose:
         """The transforms that an environment needs for this policy."""

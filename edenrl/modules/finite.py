@@ -22,6 +22,7 @@ def refuse_nonfinite(
     time_axis: int | None = None,
     what: str = "rollout",
     absent: Mapping[NestedKey, Tensor] | None = None,
+    step: int | Tensor | None = None,
 ) -> None:
     """Raises on the first entry that is NaN, infinite or beyond 1e18.
 
@@ -33,6 +34,8 @@ def refuse_nonfinite(
         time_axis: batch dimension that counts steps. Default: the last of two or more, none of a single one.
         what: what is refused, for the message. Default "rollout".
         absent: per key, the rows in which a NaN is allowed because nothing reads it, bool of the batch's shape.
+        step: number of the step that data without a time axis belongs to, for the message; one for all rows, or one for
+            each row ``[N, 1]``.
 
     Raises:
         ValueError: naming key, row and step. Of several entries it is the one that went wrong first.
@@ -73,8 +76,8 @@ def refuse_nonfinite(
     _, _, key, first = min(found)
     value = floats[key][tuple(first)].item()
     raise ValueError(
-        f"{key!r} holds {value:.6g} at {_place(first[: data.ndim], time_axis)}(index {first}): the {what} is refused "
-        "before anything is trained on it. Fix the environment (or terminate a state that diverges) so that this entry "
+        f"{key!r} holds {value:.6g} at {_place(first[: data.ndim], time_axis, step)}(index {first}): the {what} is "
+        "refused before anything uses it. Fix the environment (or terminate a state that diverges) so that this entry "
         "stays finite and below 1e18."
     )
 
@@ -91,9 +94,12 @@ def tensors_under(data: TensorDictBase, keys: Iterable[NestedKey]) -> dict[Neste
     return found
 
 
-def _place(index: list[int], time_axis: int | None) -> str:
+def _place(index: list[int], time_axis: int | None, step: int | Tensor | None) -> str:
     if time_axis is None:
-        return f"row {index[0]} " if index else ""
+        if not index:
+            return ""
+        number = step[index[0]].item() if isinstance(step, Tensor) else step
+        return f"row {index[0]} " if number is None else f"row {index[0]}, step {number} "
     names = [f"step {i}" if axis == time_axis else f"env {i}" for axis, i in enumerate(index)]
     names.append(names.pop(time_axis))
     return ", ".join(names) + " "

@@ -10,7 +10,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 from torchrl.envs import EnvBase
 
-from edenrl.modules.actor_critic import observation_groups
+from edenrl.modules.actor_critic import observation_groups, vector_groups
 
 __all__ = ["VELOCITY", "HIMLayout", "HIMRolloutCheck"]
 
@@ -91,7 +91,7 @@ class HIMLayout:
         if lacking := [group for group in (history, critic) if group not in env.observation_spec.keys()]:
             raise ValueError(
                 f"HIM reads a stack of frames, {history!r}, and one frame with the linear velocity, {critic!r}, and "
-                f"{lacking} are missing. Groups of this environment: {observation_groups(env.observation_spec)}. "
+                f"{lacking} are missing. Groups of this environment: {vector_groups(env.observation_spec)}. "
                 'Publish them (the quadruped: env.kwargs.groups, such as ["history", "critic"]), or name others in '
                 "actor_groups and critic_groups."
             )

@@ -18,6 +18,17 @@ __all__ = ["GaussianMLP", "GroupMLP", "StateIndependentStd", "concatenate", "ini
 _ACTIVATIONS: dict[str, type[nn.Module]] = {"elu": nn.ELU, "relu": nn.ReLU, "tanh": nn.Tanh, "silu": nn.SiLU}
 
 
+def activation_class(name: str) -> type[nn.Module]:
+    """The module of an activation: "elu", "relu", "tanh" or "silu".
+
+    Raises:
+        ValueError: for another name.
+    """
+    if name not in _ACTIVATIONS:
+        raise ValueError(f"Unknown activation {name!r}; choose one of {sorted(_ACTIVATIONS)}.")
+    return _ACTIVATIONS[name]
+
+
 def concatenate(groups: tuple[Tensor, ...]) -> Tensor:
     """Observation groups side by side; a single one is returned as it is, without a copy."""
     return torch.cat(groups, -1) if len(groups) > 1 else groups[0]
@@ -71,10 +82,9 @@ class GroupMLP(nn.Module):
     ) -> None:
         super().__init__()
         require_layers("GroupMLP", hidden=hidden)
-        if activation not in _ACTIVATIONS:
-            raise ValueError(f"Unknown activation {activation!r}; choose one of {sorted(_ACTIVATIONS)}.")
+        chosen = activation_class(activation)
         self.norm = RunningNorm(in_features, clip=10.0) if normalize else None
-        self.mlp = MLP(in_features, out_features, num_cells=list(hidden), activation_class=_ACTIVATIONS[activation])
+        self.mlp = MLP(in_features, out_features, num_cells=list(hidden), activation_class=chosen)
         init_orthogonal_(self.mlp, last_gain)
 
     def forward(self, *groups: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from edenrl.modules.groups import require_layers
-from edenrl.modules.mlp import StateIndependentStd, at_least
+from edenrl.modules.mlp import StateIndependentStd, activation_class, at_least
 
 __all__ = ["RMA_CHUNKS", "HistoryEncoder", "RMAActor"]
 
@@ -33,9 +33,10 @@ class HistoryEncoder(nn.Module):
         frame_width: width of a frame.
         frames: length of the window: 10, 20 or 50.
         latent: width of the output.
+        activation: "elu" (default), "relu", "tanh" or "silu", after every layer.
 
     Raises:
-        ValueError: for another length.
+        ValueError: for another length or activation.
 
     Source: Kumar et al. 2021, "RMA: Rapid Motor Adaptation for Legged Robots", arXiv:2107.04034.
 
@@ -44,22 +45,23 @@ class HistoryEncoder(nn.Module):
         torch.Size([4, 3])
     """
 
-    def __init__(self, frame_width: int, frames: int, latent: int) -> None:
+    def __init__(self, frame_width: int, frames: int, latent: int, activation: str = "elu") -> None:
         super().__init__()
+        nonlinear = activation_class(activation)
         if frames not in _CONVOLUTIONS:
             raise ValueError(
                 f"A history of {frames} frames was given; its convolutions exist for {sorted(_CONVOLUTIONS)} frames. "
                 "Publish one of these lengths."
             )
         self.frames, self.frame_width = frames, frame_width
-        self.project = nn.Sequential(nn.Linear(frame_width, _CHANNELS), nn.ELU())
+        self.project = nn.Sequential(nn.Linear(frame_width, _CHANNELS), nonlinear())
         layers: list[nn.Module] = []
         before = _CHANNELS
         for channels, kernel, stride in _CONVOLUTIONS[frames]:
-            layers += [nn.Conv1d(before, channels, kernel, stride), nn.ELU()]
+            layers += [nn.Conv1d(before, channels, kernel, stride), nonlinear()]
             before = channels
         self.convolve = nn.Sequential(*layers, nn.Flatten())
-        self.out = nn.Sequential(nn.Linear(30, latent), nn.ELU())
+        self.out = nn.Sequential(nn.Linear(30, latent), nonlinear())
 
     def forward(self, history: Tensor) -> Tensor:
         """Maps ``(*batch, frames * frame_width)``, frame after frame, to ``(*batch, latent)``."""
@@ -78,8 +80,8 @@ class RMAActor(nn.Module):
     Each call chooses the latent, and whether the prediction (detached) replaces ``priv_explicit``. With
     ``latent="history"`` and ``estimated=True`` nothing privileged is read: a robot runs the actor so.
 
-    Encoders have ELU after every layer; the scan encoder ends in a tanh, backbone and estimator are linear at the end.
-    Observations are not normalized: they are expected to carry fixed scales.
+    Encoders have the activation after every layer; the scan encoder ends in a tanh. Backbone and estimator are linear
+    at the end. Observations are not normalized: they are expected to carry fixed scales.
 
     Args:
         widths: width of every chunk of ``RMA_CHUNKS``, e.g. ``dict(prop=53, scan=132, priv_explicit=9, priv_latent=29,
@@ -89,11 +91,12 @@ class RMAActor(nn.Module):
         scan_hidden: widths of the scan encoder; the last one is the width of its latent.
         priv_hidden: widths of the privileged encoder; the last one is the width of both latents.
         estimator_hidden: hidden widths of the estimator.
+        activation: "elu" (default), "relu", "tanh" or "silu", of all these networks.
         tanh: whether a tanh bounds the action mean.
         init_std: standard deviation of the action noise at the start.
 
     Raises:
-        ValueError: for widths that are missing, unknown or do not fit each other.
+        ValueError: for widths that are missing, unknown or do not fit each other, or an unknown activation.
 
     Source: Kumar et al. 2021, arXiv:2107.04034, in the form of Cheng et al. 2023, "Extreme Parkour with Legged Robots",
     arXiv:2309.14341.
@@ -118,6 +121,7 @@ class RMAActor(nn.Module):
         scan_hidden: Sequence[int] = (128, 64, 32),
         priv_hidden: Sequence[int] = (64, 20),
         estimator_hidden: Sequence[int] = (128, 64),
+        activation: str = "elu",
         tanh: bool = False,
         init_std: float = 1.0,
     ) -> None:
@@ -131,12 +135,13 @@ class RMAActor(nn.Module):
         )
         self.widths, self.num_actions = _check_widths(widths), num_actions
         prop, scan, priv_explicit, priv_latent, history = self.widths.values()
-        self.scan_encoder = _mlp(scan, scan_hidden, nn.Tanh) if scan else None
-        self.priv_encoder = _mlp(priv_latent, priv_hidden, nn.ELU)
-        self.history_encoder = HistoryEncoder(prop, history // prop, priv_hidden[-1])
-        self.estimator = _mlp(prop, [*estimator_hidden, priv_explicit], None)
+        nonlinear = activation_class(activation)
+        self.scan_encoder = _mlp(scan, scan_hidden, nonlinear, nn.Tanh) if scan else None
+        self.priv_encoder = _mlp(priv_latent, priv_hidden, nonlinear, nonlinear)
+        self.history_encoder = HistoryEncoder(prop, history // prop, priv_hidden[-1], activation)
+        self.estimator = _mlp(prop, [*estimator_hidden, priv_explicit], nonlinear, None)
         read = prop + (scan_hidden[-1] if scan else 0) + priv_explicit + priv_hidden[-1]
-        self.backbone = _mlp(read, [*hidden, num_actions], nn.Tanh if tanh else None)
+        self.backbone = _mlp(read, [*hidden, num_actions], nonlinear, nn.Tanh if tanh else None)
         head = [layer for layer in self.backbone if isinstance(layer, nn.Linear)][-1]
         nn.init.orthogonal_(head.weight, 0.01)
         self.std = StateIndependentStd(num_actions, init_std)
@@ -214,14 +219,16 @@ def _check_widths(widths: Mapping[str, int]) -> dict[str, int]:
     return {name: int(widths.get(name, 0)) for name in RMA_CHUNKS}
 
 
-def _mlp(in_features: int, widths: Sequence[int], last: type[nn.Module] | None) -> nn.Sequential:
-    """Linear layers with ELU between them; ``last`` follows the last one."""
+def _mlp(
+    in_features: int, widths: Sequence[int], between: type[nn.Module], last: type[nn.Module] | None
+) -> nn.Sequential:
+    """Linear layers with an activation between them; ``last`` follows the last one."""
     layers: list[nn.Module] = []
     for i, width in enumerate(widths):
         linear = nn.Linear(in_features, width)
         nn.init.orthogonal_(linear.weight, math.sqrt(2))
         nn.init.zeros_(linear.bias)
-        activation = nn.ELU if i < len(widths) - 1 else last
+        activation = between if i < len(widths) - 1 else last
         layers += [linear] if activation is None else [linear, activation()]
         in_features = width
     return nn.Sequential(*layers)

@@ -12,7 +12,7 @@ from torchrl.envs.utils import set_exploration_type
 
 from edenrl.collectors import DepthDistillationCollector
 from edenrl.envs import PointMass, wrap_env
-from edenrl.modules import RMAActor, rma_policy
+from edenrl.modules import DepthPolicy, RMAActor, rma_policy
 from edenrl.objectives import DepthDistillationLoss
 from edenrl.optim import GradientStep
 
@@ -69,7 +69,8 @@ def test_it_collects_what_it_says(monkeypatch):
     names = {"reward", "done", "terminated", "truncated", "episode_reward", "step_count", "metrics"}
     assert set(rollout["next"].keys()) == names
     assert set(rollout.keys()) == {
-        *("teacher_action", "student_action", "action", "yaw", "yaw_prediction", "depth_new", "next")
+        *("teacher_action", "student_action", "action"),
+        *("yaw", "yaw_prediction", "delta_yaw_ok", "depth_new", "next"),
     }
 
 
@@ -90,7 +91,7 @@ def test_latent_and_yaw_are_held_between_images_and_forgotten_at_a_reset(monkeyp
     collector, _, student = build(steps=20)
     acted = spy(student.module, "act", monkeypatch)
     rollout = next(iter(collector))
-    held = [args[3:] for args in acted]
+    held = [args[2:4] for args in acted]
     done = rollout["next", "done"][..., 0]
     assert done[:, [1, 2, 3]].any() or done[:, [6, 7, 8]].any()
     blind = torch.zeros(N, dtype=torch.bool)
@@ -116,6 +117,87 @@ def test_rows_of_the_gru_are_zero_after_a_reset(monkeypatch):
         assert ended.any() and not hidden[ended].any() and hidden[~ended].all(1).all()
     ended = done[:, 15:].any(1)
     assert not collector._hidden[ended].any() and collector._hidden[~ended].all(1).all()
+
+
+def test_the_gate_opens_the_yaw_and_is_recorded(monkeypatch):
+    """Rows whose gate is closed act on the true angles while they train."""
+    collector, _, student = build(steps=20)
+    acted = spy(student.module, "act", monkeypatch)
+    rollout = next(iter(collector))
+    opened = rollout["delta_yaw_ok"]
+    assert opened.dtype == torch.bool and opened.shape == (N, 20, 1)
+    assert torch.equal(opened, torch.stack([args[4] for args in acted], 1) > 0.5)
+    assert opened.any() and not opened.all()
+    with torch.no_grad():
+        for t, (prop, history, latent, yaw, _) in enumerate(list(acted)):
+            own, true = (student.module.act(prop, history, latent, angles) for angles in (yaw, prop[:, 6:8]))
+            expected = torch.where(opened[:, t], own, true)
+            torch.testing.assert_close(rollout["student_action"][:, t], expected, rtol=1e-5, atol=1e-6)
+
+
+class Renamed(DepthTask):
+    """Publishes the groups of the depth student under other names."""
+
+    NAMES = dict(prop="state", prop_history="frames", depth="eye", delta_yaw_ok="ahead")
+
+    def _make_specs(self):
+        super()._make_specs()
+        for old, new in self.NAMES.items():
+            self.observation_spec[new] = self.observation_spec[old].clone()
+            del self.observation_spec[old]
+
+    def _observe(self):
+        out = super()._observe()
+        for old, new in self.NAMES.items():
+            out.rename_key_(old, new)
+        return out
+
+
+def test_groups_of_other_names_give_the_same_rollouts():
+    expected = next(iter(build()[0]))
+    _, student = make_networks()
+    teacher = make_networks()[0].module[0].module
+    keys = dict(prop="state", history="frames")
+    policy = DepthPolicy(student.module, {**keys, "depth": "eye"})
+    collector = DepthDistillationCollector(
+        wrap_env(Renamed(N, seed=0)), rma_policy(teacher.actor, keys, latent="history"), policy, 10, gate="ahead"
+    )
+    assert (next(iter(collector)).detach() == expected.detach()).all()
+
+
+class Broken(DepthTask):
+    """Gives a number that is not finite once."""
+
+    bad = "depth", 0, 0, float("nan")
+
+    def _observe(self):
+        out = super()._observe()
+        group, row, step, value = self.bad
+        if self.clock == step:
+            out[group][row].view(-1)[-1] = value
+        return out
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("group", ["prop", "prop_history", "depth", "scan", "priv_explicit", "delta_yaw_ok"])
+@pytest.mark.parametrize(("row", "step"), [(0, 0), (3, 5), (5, 10)])
+def test_an_observation_that_is_not_finite_is_named_where_it_enters(group, row, step, value):
+    teacher, student = make_networks()
+    env = Broken(N, seed=0, max_steps=20)
+    env.bad = group, row, step, value
+    stream = iter(DepthDistillationCollector(wrap_env(env), teacher, student, 15))
+    with pytest.raises(ValueError, match=rf"'{group}' holds {value} at row {row}, step {step} "):
+        next(stream)
+
+
+def test_an_image_that_nobody_looks_at_may_hold_anything():
+    teacher, student = make_networks()
+    env = Broken(N, seed=0, max_steps=20)
+    env.bad = "depth", 2, 7, float("nan")
+    stream = iter(DepthDistillationCollector(wrap_env(env), teacher, student, 10))
+    loss = DepthDistillationLoss(student)
+    loss(next(stream))["loss_action"].backward()
+    assert all(p.grad.isfinite().all() for p in student.parameters() if p.grad is not None)
 
 
 # Gradient through time
@@ -286,3 +368,6 @@ def test_teachers_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match=r"does not publish \['heights'\]"):
         keyed = rma_policy(copy.deepcopy(student.module.actor), {"scan": "heights"}, latent="history")
         DepthDistillationCollector(env, keyed, student, 10)
+    for gate, problem in (("ahead", r"does not publish \['ahead'\]"), ("prop", r"gate 'prop' has the shape \(2, 9\)")):
+        with pytest.raises(ValueError, match=problem):
+            DepthDistillationCollector(env, teacher, student, 10, gate=gate)

@@ -1,8 +1,10 @@
 """RMAConfig: what the actor reads, from the groups of an environment."""
 
+import re
+
 import pytest
 
-from edenrl.config import RMAConfig
+from edenrl.config import DepthDistillationConfig, RMAConfig, RunConfig
 
 PUBLISHED = {"prop": 6, "priv_explicit": 3, "priv_latent": 5, "prop_history": 60, "scan": 11, "metricless": 2}
 NAMES = {name: name for name in ("prop", "scan", "priv_explicit", "priv_latent")} | {"history": "prop_history"}
@@ -29,6 +31,12 @@ def test_named_groups_and_one_flat_group():
     assert list(widths) == ["prop", "priv_explicit", "priv_latent", "history"] and key == "policy"
 
 
+def test_activations_of_actor_and_critic_are_two_settings():
+    config = RMAConfig(actor_activation="silu", activation="tanh")
+    assert config.network_options()["activation"] == "silu" and config.activation == "tanh"
+    assert RMAConfig().network_options()["activation"] == "elu"
+
+
 def test_what_does_not_fit_names_the_layout():
     with pytest.raises(ValueError, match=r"753 wide, laid out as prop 53 \| scan 132 .*groups of this environment"):
         RMAConfig(actor_groups=["policy"]).layout({"policy": 752})
@@ -38,3 +46,20 @@ def test_what_does_not_fit_names_the_layout():
         RMAConfig(actor_groups=["prop", "history"])
     with pytest.raises(ValueError, match=r"widths names \['hist'\]"):
         RMAConfig(widths={"hist": 60})
+
+
+@pytest.mark.parametrize(
+    ("config", "start", "end"),
+    [
+        (RMAConfig, "## Settings", "## Differences from the original"),
+        (DepthDistillationConfig, "### Settings of the student", "### Differences of the student"),
+    ],
+)
+def test_the_tables_of_the_page_name_every_setting_and_no_other(root, config, start, end):
+    page = (root / "docs" / "pages" / "algorithms" / "rma.md").read_text()
+    section = page.partition(f"\n{start}\n")[2].partition(f"\n{end}")[0]
+    named = {part for line in section.splitlines() if line.startswith("|") for part in re.findall(r"`([\w.]+)`", line)}
+    of_algorithm = {name.removeprefix("algorithm.") for name in named if name.startswith("algorithm.")}
+    assert of_algorithm | {"name"} == set(config.model_fields) | {"name"}
+    groups = {name.partition(".")[0] for name in named if name.startswith(("env.", "checkpoint.", "evaluation."))}
+    assert groups <= set(RunConfig.model_fields)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import warnings
 from pathlib import Path
 
 import depth_task
@@ -137,6 +138,23 @@ def test_the_environment_and_networks_are_the_teachers(tmp_path, teacher_run, st
     assert all(abs(row["loss"] - row["loss_action"] - row["loss_yaw"]) < 1e-5 for row in table)
 
 
+def test_nothing_is_said_of_the_camera_that_a_teacher_does_not_read(tmp_path, teacher_run):
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        train_rma.main([f"--run_dir={tmp_path / 'teacher'}", *TEACHER])
+        distil(teacher_run, tmp_path / "student", 1)
+    assert not [str(warning.message) for warning in said if "do not read" in str(warning.message)]
+
+
+@pytest.mark.parametrize("name", ["tanh", "silu"])
+def test_the_student_has_the_activation_of_its_teacher(tmp_path, name):
+    train_rma.main([f"--run_dir={tmp_path / 'teacher'}", *TEACHER, f"--algorithm.actor_activation={name}"])
+    distil(tmp_path / "teacher", tmp_path / "student", 1)
+    policy = rebuilt(tmp_path / "student")[2]
+    assert {"tanh": torch.nn.Tanh, "silu": torch.nn.SiLU}[name] is type(policy.module.actor.backbone[1])
+    evaluate.main([str(tmp_path / "student"), "--episodes", "2"])
+
+
 def test_groups_of_the_teacher_get_the_camera(tmp_path, teacher_run):
     teacher = shutil.copytree(teacher_run, tmp_path / "teacher")
     config = read_config(teacher / "config.json")
@@ -166,8 +184,10 @@ def test_the_exported_student_acts_as_the_student_over_a_sequence(student_run, t
     runtime = load_policy(tmp_path / "policy")
     inputs = {entry["name"]: entry["shape"] for entry in runtime.spec["model"]["inputs"]}
     states = {"depth_hidden_in": ["batch", 8], "depth_latent_in": ["batch", 4], "depth_yaw_in": ["batch", 2]}
-    assert inputs == {"obs": ["batch", 9 + 90 + 1 + 12 * 14 + 1], **states}
-    assert list(runtime.groups) == ["prop", "prop_history", "delta_yaw_ok", "depth", "depth_new"]
+    assert inputs == {"obs": ["batch", 9 + 90 + 12 * 14 + 1], **states}
+    assert list(runtime.groups) == ["prop", "prop_history", "depth", "depth_new"]
+    unread = {group["key"]: group["unread"] for group in runtime.spec["observations"]}
+    assert unread == {"prop": [6, 8], "prop_history": [6, 8], "depth": None, "depth_new": None}
     env = wrap_env(env).append_transform(get_primers_from_module(policy))
     policy.eval()
     td, resets = env.reset(), 0
@@ -204,6 +224,7 @@ def test_a_rollout_of_the_policy_is_what_the_collector_collects(student_run):
     cfg, env, policy, _ = rebuilt(student_run)
     policy.eval()
     played = build_env(cfg, num_envs=3)
+    env.open_above = -1.0  # a closed gate shows the true angles to the student that trains, and to no other
     teacher = distill_rma.make_teacher(cfg, env)
     collected = next(iter(DepthDistillationCollector(wrap_env(env), teacher, policy, 20)))
     played = wrap_env(played).append_transform(get_primers_from_module(policy))
@@ -212,6 +233,89 @@ def test_a_rollout_of_the_policy_is_what_the_collector_collects(student_run):
     assert collected["next", "done"].any()
     torch.testing.assert_close(rollout["action"], collected["action"], rtol=1e-5, atol=1e-6)
     assert torch.equal(rollout["next", "done"], collected["next", "done"])
+
+
+class ClosedGate(depth_task.DepthTask):
+    """The gate is always closed, and the true yaw angles are off by a constant."""
+
+    open_above, off = 1.0, 0.0
+
+    def _prop(self, state):
+        prop = super()._prop(state)
+        prop[:, 6:8] += self.off
+        return prop
+
+
+@pytest.mark.parametrize("off", [0.3, -2.0])
+def test_an_evaluation_does_not_depend_on_the_true_yaw(student_run, tmp_path, off, monkeypatch):
+    """Neither does an exported policy; the choice of the best checkpoint rests on evaluations."""
+    register_env("DepthTask", ClosedGate, override=True)
+    cfg, _, policy, _ = rebuilt(student_run)
+    results, actions = [], []
+    for angle in (0.0, off):
+        monkeypatch.setattr(ClosedGate, "off", angle)
+        results.append(evaluate_run(cfg, policy, num_episodes=5))
+        env = wrap_env(build_env(cfg, num_envs=3)).append_transform(get_primers_from_module(policy))
+        with torch.no_grad():
+            rollout = env.rollout(20, policy.eval(), break_when_any_done=False)
+        actions.append(rollout["action"])
+    assert results[0] == results[1] and torch.equal(*actions)
+    collected = [next(iter(distillation(cfg, angle, monkeypatch)))["action"] for angle in (0.0, off)]
+    assert not torch.equal(*collected)  # while it trains it reads them
+
+
+def distillation(cfg, angle, monkeypatch):
+    monkeypatch.setattr(ClosedGate, "off", angle)
+    env = build_env(cfg, num_envs=3)
+    return DepthDistillationCollector(
+        wrap_env(env), distill_rma.make_teacher(cfg, env), distill_rma.make_policy(cfg, env), 10
+    )
+
+
+def test_the_share_of_open_gates_is_logged(tmp_path, teacher_run, student_run):
+    shares = [row["delta_yaw_ok_frac"] for row in read_metrics(student_run / "metrics.csv")]
+    assert len(shares) == 3 and all(0.7 < share <= 1 for share in shares)  # nine of ten, 40 steps
+    register_env("DepthTask", ClosedGate, override=True)
+    distil(teacher_run, tmp_path / "closed", 1)
+    assert [row["delta_yaw_ok_frac"] for row in rows(tmp_path / "closed")] == [0.0]
+
+
+class OtherNames(depth_task.DepthTask):
+    """The student's groups have other names than the teacher's, which are published as well."""
+
+    NAMES = dict(prop="seen_prop", prop_history="seen_frames", depth="eye", delta_yaw_ok="ahead")
+
+    def _make_specs(self):
+        super()._make_specs()
+        for old, new in self.NAMES.items():
+            self.observation_spec[new] = self.observation_spec[old].clone()
+        del self.observation_spec["depth"], self.observation_spec["delta_yaw_ok"]
+
+    def _observe(self):
+        out = super()._observe()
+        out.update({new: out[old].clone() for old, new in self.NAMES.items()})
+        return out.exclude("depth", "delta_yaw_ok")
+
+
+def test_groups_slots_and_scale_are_settings_that_the_run_and_the_export_keep(tmp_path, teacher_run, capsys):
+    register_env("DepthTask", OtherNames, override=True)
+    flags = dict(prop_group="seen_prop", history_group="seen_frames", depth_group="eye", gate_group="ahead")
+    flags |= dict(yaw_slots="2,4", yaw_scale="0.7")
+    distil(teacher_run, tmp_path / "run", 2, *(f"--algorithm.{name}={value}" for name, value in flags.items()))
+    assert read_config(tmp_path / "run" / "config.json")["algorithm"]["yaw_slots"] == [2, 4]
+    policy = rebuilt(tmp_path / "run")[2]
+    assert policy.groups == dict(prop="seen_prop", history="seen_frames", depth="eye")
+    encoder = policy.module.encoder
+    assert (encoder.yaw_slots, encoder.yaw_scale) == ((2, 4), 0.7)
+    load_script("export_policy").main([str(tmp_path / "run"), "--formats", "jit"])
+    spec = json.loads((tmp_path / "run" / "policy" / "policy_spec.json").read_text())
+    unread = {group["key"]: group["unread"] for group in spec["observations"]}
+    assert unread == {"seen_prop": [2, 4], "seen_frames": [2, 4], "eye": None, "depth_new": None}
+    with pytest.raises(SystemExit):
+        resume(tmp_path / "run", 4, "--algorithm.yaw_scale=1.5")
+    assert "cannot change algorithm.yaw_scale" in capsys.readouterr().err  # the weights belong to the scale
+    resume(tmp_path / "run", 3)
+    assert len(rows(tmp_path / "run")) == 3
 
 
 @refusals(
@@ -223,6 +327,14 @@ def test_a_rollout_of_the_policy_is_what_the_collector_collects(student_run):
     TEACHER --algorithm.update_interval=2 -> update_interval=2 steps; DepthTask makes a new image every 5
     TEACHER '--algorithm.teacher.actor_hidden=[9]' -> does not fit this policy
     TEACHER --algorithm.depth_hiden=3 -> --algorithm.depth_hidden
+    TEACHER --algorithm.yaw_slots=8,10 -> yaw_slots=(8, 10) was given; expected a start and a stop, two apart
+    TEACHER --algorithm.yaw_slots=6,7 -> two apart
+    TEACHER --algorithm.yaw_slots=6 -> yaw_slots
+    TEACHER --algorithm.yaw_scale=0 -> yaw_scale
+    TEACHER --algorithm.prop_group=scan -> prop_group 'scan' is 4 wide; the teacher's prop is 9 wide
+    TEACHER --algorithm.history_group=proop -> no group 'proop'
+    TEACHER --algorithm.depth_group=scan -> depth_group 'scan' has the shape (4,)
+    TEACHER --algorithm.gate_group=prop -> The gate 'prop' has the shape
     TEACHER --algorithm.teacher_checkpoint=3 -> 3 is no checkpoint
     """
 )

@@ -322,7 +322,8 @@ TRAINERS = {
         "distill_rma",
         ["--algorithm.steps_per_env=10", "--algorithm.depth_hidden=8", *SHORT],
         40,
-        """loss_action loss_yaw grad_norm_student_actor grad_norm_depth_backbone grad_norm_depth_recurrent""",
+        """loss_action loss_yaw delta_yaw_ok_frac grad_norm_student_actor grad_norm_depth_backbone
+        grad_norm_depth_recurrent""",
     ),
 }
 register_env("DepthTask", DepthTask, override=True)

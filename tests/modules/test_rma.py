@@ -114,6 +114,29 @@ def test_history_encoders_of_other_lengths_equal_the_published_ones(golden, fram
     torch.testing.assert_close(encoder(history.flatten(1)), golden[f"hist{frames}_latent"], **CLOSE)
 
 
+@pytest.mark.parametrize(("name", "kind"), [("relu", nn.ReLU), ("tanh", nn.Tanh), ("silu", nn.SiLU), ("elu", nn.ELU)])
+@pytest.mark.parametrize("frames", [10, 20, 50])
+def test_the_activation_is_that_of_every_part(name, kind, frames):
+    widths = {**WIDTHS, "history": 6 * frames}
+    actor = RMAActor(widths, 4, hidden=(8, 7), scan_hidden=(5, 4), priv_hidden=(6, 3), activation=name)
+    layers = [type(layer) for layer in actor.modules() if not list(layer.children())]
+    convolutions = layers.count(nn.Conv1d)
+    nonlinear = [layer for layer in layers if layer.__module__.endswith("activation")]
+    # Backbone 2, scan 1 and its tanh, privileged 2, estimator 2, history 2 and one for each convolution.
+    expected = 9 + convolutions
+    assert len(nonlinear) == expected + 1 and nonlinear.count(kind) == expected + (kind is nn.Tanh)
+    usual = RMAActor(widths, 4, hidden=(8, 7), scan_hidden=(5, 4), priv_hidden=(6, 3))
+    assert actor.state_dict().keys() == usual.state_dict().keys()
+
+
+def test_an_unknown_activation_is_refused():
+    expected = r"Unknown activation 'gelu'; choose one of \['elu', 'relu', 'silu', 'tanh'\]"
+    with pytest.raises(ValueError, match=expected):
+        RMAActor(WIDTHS, 4, activation="gelu")
+    with pytest.raises(ValueError, match=expected):
+        HistoryEncoder(6, 10, 3, activation="gelu")
+
+
 # Compositions ---------------------------------------------------------------------------------------------------------
 
 SMALL = dict(hidden=(8,), scan_hidden=(4,), priv_hidden=(3,), estimator_hidden=(8,))
