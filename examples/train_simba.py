@@ -9,7 +9,7 @@ from pydantic import Field
 from edenrl.collectors import make_collector
 from edenrl.config import RunConfig, SimbaPPOConfig, parse_cli, presets
 from edenrl.modules import observation_groups, post_step_hook, simba_actor, simba_critic, update_normalization
-from edenrl.objectives import GAE, PPOLoss
+from edenrl.objectives import GAE, PPOLoss, explained_variance
 from edenrl.training import Run, minibatches, run_script
 
 
@@ -50,6 +50,7 @@ def main(argv=None):
 
         for rollout in run.rollouts(collector):  # [environments, steps]
             gae(rollout)
+            run.log({"explained_variance": explained_variance(rollout["state_value"], rollout["value_target"])})
             data = rollout.exclude("next", "collector")
             for batch in minibatches(data, algo.epochs, algo.num_minibatches):
                 losses = loss(batch)
