@@ -17,7 +17,7 @@ from edenrl import distributed
 from edenrl.config import EnvConfig, RunConfig
 from edenrl.envs import action_box, bound_actions, make_env, process_seed, spawn_seeds, wrap_env
 from edenrl.modules import make_actor, observation_groups, value_critic
-from edenrl.training.evaluation import evaluate
+from edenrl.training.evaluation import OnStep, evaluate
 
 _log = logging.getLogger("edenrl")
 
@@ -190,6 +190,7 @@ def evaluate_run(
     *,
     num_episodes: int | None = None,
     seed: int | None = None,
+    on_step: OnStep | None = None,
 ) -> dict[str, float]:
     """Evaluates a policy as ``cfg.evaluation`` says, on unscaled rewards; see ``edenrl.training.evaluate``."""
     env = cfg.env.model_copy(update={"kwargs": {**cfg.env.kwargs, **cfg.evaluation.kwargs}})
@@ -199,4 +200,5 @@ def evaluate_run(
         built = _with_box(_build(env, rows, device, seed), cfg.action_bound_scale)
         return append_primers(wrap_env(built, **env.action_options()), policy)
 
-    return evaluate(policy, make, cfg.evaluation.num_episodes if num_episodes is None else num_episodes)
+    episodes = cfg.evaluation.num_episodes if num_episodes is None else num_episodes
+    return evaluate(policy, make, episodes, on_step=on_step)
