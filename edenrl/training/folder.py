@@ -126,9 +126,8 @@ class RunFolder:
 
     @property
     def rate(self) -> float:
-        """Steps per second since this process began."""
-        rate: float = self._progress.rate
-        return rate
+        """Steps per second since this process began; NaN in a process that does not measure it."""
+        return float(self._progress.rate) if self._leads else math.nan
 
     def acquire(self) -> None:
         """Creates the directory and keeps other processes out; refuses what cannot be resumed.

@@ -22,8 +22,8 @@ from edenrl.training.exporting import export_run, require_export
 from edenrl.training.folder import RunFolder, run_directory
 from edenrl.training.metrics import IterationMetrics
 from edenrl.training.optimization import Trained, build_gradient_step
-from edenrl.training.progress import format_table, print_line
-from edenrl.training.reports import run_banner, run_table
+from edenrl.training.progress import print_line
+from edenrl.training.reports import run_banner, run_summary, run_table, say_where_it_starts
 from edenrl.training.run_evaluations import RunEvaluations
 from edenrl.training.startup import check_components, setup
 from edenrl.training.stopping import StopRequest, shut_down
@@ -258,7 +258,7 @@ class Run:
             distributed.broadcast_modules([c for c in self._components.values() if isinstance(c, nn.Module)])
             self.folder.open_outputs(self.iteration, self.unit)
             self.folder.say(run_banner(self))
-            self._say_where_it_starts(resumed)
+            say_where_it_starts(self, resumed)
             self._stop = StopRequest(self.folder.say)
             self._stop.catch_signals()
             if cfg.resume and cfg.resume_schedule == "restart":
@@ -308,17 +308,6 @@ class Run:
     def log(self, *metrics: Mapping[str, Tensor | float]) -> None:
         """Adds scalars to the row of this iteration as they are. Tensors move to the host when it ends, all at once."""
         self._metrics.log(*metrics)
-
-    def _say_where_it_starts(self, resumed: bool) -> None:
-        if resumed and self.remaining:
-            self.folder.say(f"Resumed {self.dir} at iteration {self.iteration} of {self.iterations}.")
-        elif resumed:
-            self.folder.say(f"{self.dir} is complete. To train it further, ask for more {self.unit} (--total_frames).")
-        elif self.cfg.resume is not None:
-            self.folder.say(f"{self.dir} has no checkpoint yet: starting from the beginning with its config.json.")
-        if self.evaluations.metric_is_unknown:
-            name = self.cfg.evaluation.metric
-            self.folder.say(f"Whether evaluations measure evaluation.metric {name!r} is seen at the first one.")
 
     def state_dict(self) -> dict[str, Any]:
         """Counters (the checkpoint's "run" component)."""
@@ -397,4 +386,12 @@ class Run:
 
     def summary(self) -> str:
         """The table a run ends with."""
-        return "\n" + format_table(run_table(self), f"{self.algorithm} on {self.cfg.env.name}")
+        return "\n" + run_table(self)
+
+    def summary_dict(self) -> dict[str, Any]:
+        """What that table says, for a program to read; ``json.dumps`` takes it.
+
+        ``done`` and ``total`` count in ``unit``, ``rate`` is per second of this process, and ``evaluation`` holds the
+        metrics of the latest evaluation. ``best_checkpoint`` is None before the first one.
+        """
+        return run_summary(self)

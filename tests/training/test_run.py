@@ -579,3 +579,24 @@ def test_a_gap_in_the_metrics_is_said_and_a_complete_run_is_called_so(tmp_path, 
             for _ in run:
                 pass
         assert told in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("iterations", "done"), [(3, 3), (5, 2)])
+def test_the_summary_is_a_dictionary_too(tmp_path, iterations, done):
+    cfg = RunConfig(run_dir=str(tmp_path / "run"), quiet=True)
+    measured = {"return_mean": 2.5, "return_std": 0.0, "return_median": 2.5, "return_min": 2.5, "return_max": 2.5}
+    measured |= {"length_mean": 7.0, "episodes": 4.0}
+    with contextlib.suppress(SystemExit):
+        with Run(cfg, "Parabola", iterations=iterations, frames_per_iteration=8, evaluate=lambda: measured) as run:
+            run.keep(net=torch.nn.Linear(1, 1))
+            for iteration in run:
+                if iteration + 1 == done < iterations:
+                    os.kill(os.getpid(), signal.SIGTERM)
+    summary = run.summary_dict()
+    assert json.loads(json.dumps(summary)) == summary
+    assert summary["algorithm"] == "Parabola" and summary["environment"] == cfg.env.name
+    assert (summary["unit"], summary["done"], summary["total"]) == ("frames", 8 * done, 8 * iterations)
+    assert summary["complete"] == (done == iterations) and summary["evaluation"] == measured
+    assert summary["run_dir"] == str(tmp_path / "run") and summary["exported"] == {}
+    assert summary["best_checkpoint"] == str(run.folder.checkpoints.best()) and summary["rate"] > 0
+    assert f"{8 * done} of {8 * iterations}" in run.summary() and summary["best_checkpoint"] in run.summary()
