@@ -218,7 +218,7 @@ class _StepMeans:
             raise TypeError(
                 f"on_step returned a {type(given).__name__}; expected None or a dictionary of numbers, one per row."
             )
-        measured = {name: self._numbers(name, value, length) for name, value in (given or {}).items()}
+        measured = {str(name): self._numbers(name, value, length) for name, value in (given or {}).items()}
         if both := sorted(name for name in measured if name in taken or _reported(name) in taken):
             raise ValueError(f"on_step measures {both}, which evaluations report already. Choose other names.")
         if self._sums is None:
