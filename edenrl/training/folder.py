@@ -342,10 +342,10 @@ class RunFolder:
         """
         self._progress.close(None if self._is_gone else state)
         try:
-            if self._is_gone:
-                raise self._gone()
             with disk_space(self.dir, "metrics.csv"):
                 self._logger.close()
+            if self._is_gone:
+                raise self._gone()
         except Exception:
             if error is None:  # of two errors the first is the one to report
                 raise
