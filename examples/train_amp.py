@@ -12,7 +12,7 @@ from edenrl.collectors import WindowBuffer, load_motion, make_collector
 from edenrl.config import AMPConfig, EnvConfig, RunConfig, parse_cli, presets
 from edenrl.envs.quadruped import save_trot_clips
 from edenrl.modules import AMPReward, Discriminator, MirrorAugmentation, SaturationWatch, update_normalization
-from edenrl.objectives import GAE, AMPLoss, PPOLoss
+from edenrl.objectives import GAE, AMPLoss, PPOLoss, explained_variance
 from edenrl.optim import GradientStep, make_optimizer
 from edenrl.training import Run, follow_rate, make_critic, make_policy, minibatches, run_script, symmetry_mirrors
 
@@ -56,6 +56,7 @@ def main(argv=None):
             save_trot_clips(run.dir / "trot.npz", standing=False)
         for rollout in run.rollouts(collector):  # [environments, steps]
             gae(add_style(rollout))
+            run.log({"explained_variance": explained_variance(rollout["state_value"], rollout["value_target"])})
             data = augment(rollout.exclude("next", "collector").reshape(-1))
             for batch in minibatches(data, algo.epochs, algo.num_minibatches):
                 losses = loss(batch)
@@ -69,8 +70,7 @@ def main(argv=None):
             ready = min(distributed.exchange(len(windows))) > 0  # every process has windows
             for _ in range(due if ready else 0):
                 losses = prior_loss(windows.sample().set("expert_window", motion.sample(size).flatten(1)))
-                metrics = prior_step(losses)
-                run.record(losses, grad_norm_discriminator=metrics["grad_norm_discriminator"])
+                run.record(losses, grad_norm_discriminator=prior_step(losses)["grad_norm_discriminator"])
             warn_if_saturated(run.mean("accuracy"))
             run.log(add_style.metrics(rollout), returns(rollout), {"motion_distance": motion.distance(seen).mean()})
 

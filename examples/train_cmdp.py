@@ -9,7 +9,7 @@ from pydantic import Field
 from edenrl.collectors import make_collector
 from edenrl.config import CMDPConfig, EnvConfig, EvaluationConfig, RunConfig, parse_cli, presets
 from edenrl.modules import MirrorAugmentation, TaskConstraint, update_normalization, whole_episode_ends
-from edenrl.objectives import CMDPLoss, TwoChannelGAE, check_reward_groups
+from edenrl.objectives import CMDPLoss, TwoChannelGAE, check_reward_groups, explained_variance
 from edenrl.training import Run, make_critic, make_policy, minibatches, run_script, symmetry_mirrors
 
 
@@ -42,6 +42,7 @@ def main(argv=None):
 
         for rollout in run.rollouts(collector):  # [environments, steps]
             gae(rollout)
+            run.log({"explained_variance": explained_variance(rollout["state_value"], rollout["value_target"])})
             data = augment(rollout.exclude("next", "collector").reshape(-1))
             for batch in minibatches(data, algo.epochs, algo.num_minibatches):
                 losses = loss(batch)

@@ -10,7 +10,7 @@ from pydantic import Field
 from edenrl.collectors import make_collector
 from edenrl.config import EnvConfig, HIMConfig, RunConfig, parse_cli, presets
 from edenrl.modules import HIMLayout, HIMRolloutCheck, MirrorAugmentation, him_actor
-from edenrl.objectives import GAE, HIMEstimatorLoss, HIMLoss
+from edenrl.objectives import GAE, HIMEstimatorLoss, HIMLoss, explained_variance
 from edenrl.training import Run, declared_mirrors, follow_rate, make_critic, minibatches, run_script
 
 
@@ -64,6 +64,7 @@ def main(argv=None):
             with torch.no_grad():  # the estimator's error on data that it has not been trained on
                 run.log({f"fresh/{name}": value for name, value in estimator_loss(rollout).items()})
             rollout = gae(augment(rollout))  # mirrored before GAE: mirror images get their own values and returns
+            run.log({"explained_variance": explained_variance(rollout["state_value"], rollout["value_target"])})
             data = rollout.exclude("next", "collector")
             data = data.set("next", rollout["next"].select(critic_group))  # the estimator's target
             for batch in minibatches(data, algo.epochs, algo.num_minibatches):

@@ -9,7 +9,7 @@ from pydantic import Field
 from edenrl.collectors import make_collector
 from edenrl.config import PPOConfig, RunConfig, parse_cli, presets
 from edenrl.modules import MirrorAugmentation, update_normalization
-from edenrl.objectives import GAE, PPOLoss
+from edenrl.objectives import GAE, PPOLoss, explained_variance
 from edenrl.training import Run, make_critic, make_policy, minibatches, run_script, symmetry_mirrors
 
 
@@ -34,6 +34,7 @@ def main(argv=None):
 
         for rollout in run.rollouts(collector):  # [environments, steps]
             gae(rollout)
+            run.log({"explained_variance": explained_variance(rollout["state_value"], rollout["value_target"])})
             data = augment(rollout.exclude("next", "collector").reshape(-1))  # adds mirror images, if symmetry is on
             for batch in minibatches(data, algo.epochs, algo.num_minibatches):
                 losses = loss(batch)

@@ -10,7 +10,7 @@ from edenrl.collectors import make_collector
 from edenrl.config import EnvConfig, RMAConfig, RunConfig, parse_cli, presets
 from edenrl.modules import MirrorAugmentation, RMAActor, update_normalization, vector_groups
 from edenrl.modules.rma_compositions import rma_composition, rma_policy
-from edenrl.objectives import GAE, LinearRamp, MirrorLoss, RMADaggerLoss, RMALoss
+from edenrl.objectives import GAE, LinearRamp, MirrorLoss, RMADaggerLoss, RMALoss, explained_variance
 from edenrl.training import Run, make_critic, minibatches, run_script, symmetry_mirrors
 
 
@@ -58,6 +58,7 @@ def main(argv=None):
             rma_composition(acting).use_history(is_dagger)  # DAgger collects with the history latent
             rollout = run.collect(collector)  # [environments, steps]
             gae(rollout)
+            run.log({"explained_variance": explained_variance(rollout["state_value"], rollout["value_target"])})
             with torch.no_grad():  # PPO's KL compares the teacher before and after the update, not with `acting`
                 rollout.update(teacher.get_dist_params(rollout.select(*teacher.in_keys)).select("loc", "scale"))
             data = augment(rollout.exclude("next", "collector").reshape(-1))
@@ -70,8 +71,7 @@ def main(argv=None):
             if is_dagger:
                 for batch in minibatches(data, algo.epochs, algo.num_minibatches):
                     losses = dagger(batch)
-                    metrics = imitate(losses)
-                    run.record(losses, grad_norm_history=metrics["grad_norm_history_encoder"])
+                    run.record(losses, grad_norm_history=imitate(losses)["grad_norm_history_encoder"])
                 ramp.advance()
             update_normalization(critic, rollout)
 

@@ -16,7 +16,7 @@ from edenrl.modules import (
     update_normalization,
     vector_groups,
 )
-from edenrl.objectives import GAE, PPOLoss
+from edenrl.objectives import GAE, PPOLoss, explained_variance
 from edenrl.training import Run, minibatches, run_script
 
 
@@ -57,6 +57,7 @@ def main(argv=None):
 
         for rollout in run.rollouts(collector):  # [environments, steps]
             gae(rollout)
+            run.log({"explained_variance": explained_variance(rollout["state_value"], rollout["value_target"])})
             data = rollout.exclude("next", "collector")
             for batch in minibatches(data, algo.epochs, algo.num_minibatches):
                 losses = loss(batch)

@@ -5,6 +5,7 @@ from edenrl.objectives.apg import APGLoss
 from edenrl.objectives.base import LossMixin, require, require_not_negative
 from edenrl.objectives.cmdp import CMDPLoss, TwoChannelGAE, check_reward_groups
 from edenrl.objectives.distillation import DepthDistillationLoss
+from edenrl.objectives.explained_variance import explained_variance
 from edenrl.objectives.flashsac import FlashSACLoss
 from edenrl.objectives.gae import GAE
 from edenrl.objectives.grpo import GroupRelativeAdvantage, GRPOLoss
@@ -33,6 +34,7 @@ __all__ = [
     "RMALoss",
     "TwoChannelGAE",
     "check_reward_groups",
+    "explained_variance",
     "gaussian_kl",
     "make_loss",
     "register_loss",

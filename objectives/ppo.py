@@ -16,6 +16,7 @@ from torchrl.objectives import ClipPPOLoss, ValueEstimators
 
 from edenrl.modules import PRE_SQUASH, merge_moments, several_processes, squashed_log_prob
 from edenrl.objectives.base import LossMixin, require, require_critic, require_not_negative, require_policy
+from edenrl.objectives.explained_variance import explained_variance
 from edenrl.objectives.gae import GAE
 
 __all__ = ["PPOLoss", "gaussian_kl"]
@@ -43,7 +44,8 @@ class PPOLoss(LossMixin, ClipPPOLoss):
       ``pre_squash_action``. The parent inverts the tanh, which fails where it saturates;
     - ``kl`` is the exact KL(old || new) of diagonal Gaussians, from the ``loc`` and ``scale`` stored at collection. For
       other policies it is the sampled estimate;
-    - ``explained_variance`` compares the values stored at collection with their targets;
+    - ``explained_variance`` is that of the batch: it compares the values stored at collection with their targets. The
+      training scripts log that of the whole rollout;
     - an optional penalty keeps the mean action inside [-1, 1];
     - the value loss is by default a clipped squared error;
     - metrics are scalars for every batch shape, and ``out_keys`` lists exactly what is returned;
@@ -384,10 +386,7 @@ class PPOLoss(LossMixin, ClipPPOLoss):
                 f"{tuple(target.shape)}, got {None if value is None else tuple(value.shape)}; let the advantage "
                 "estimator write it, or rename it with set_keys(value=...)."
             )
-        variance, rest = target.var(correction=0), (target - value).var(correction=0)
-        # Targets that do not vary leave nothing to explain.
-        known = variance > torch.finfo(variance.dtype).tiny
-        return torch.where(known, 1 - rest / variance.where(known, 1.0), torch.zeros_like(variance))
+        return explained_variance(value, target)
 
     def _action_bound(self, tensordict: TensorDictBase, new: tuple[Tensor, Tensor] | None) -> Tensor:
         if new is None:

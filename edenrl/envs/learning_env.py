@@ -184,7 +184,8 @@ class LearningEnvAdapter(SelfResettingEnv):
 
 def _metrics_of(info: Mapping[str, Any]) -> dict[str, Any]:
     success = {"success": info["success"]} if "success" in info else {}
-    return {**dict(info.get("metrics") or {}), **success}
+    metrics = {str(name): value for name, value in dict(info.get("metrics") or {}).items()}
+    return {**metrics, **success}
 
 
 def _groups(observation: Any, num_envs: int, name: str) -> TensorDict:

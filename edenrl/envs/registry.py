@@ -105,8 +105,8 @@ def make_env(
         to the caller and hides the last observation; the one acted on stands in for it, see ``FillFinalObservation``.
 
     Raises:
-        ValueError: ``num_envs`` below 1, an unknown name (the message lists the closest), or an argument that the
-            environment's constructor does not take.
+        ValueError: ``num_envs`` below 1, an unknown name (the message lists the closest), a class that is no
+            environment, or an argument that the environment's constructor does not take.
         ImportError: a package is missing; the message says how to install it.
 
     Examples:
@@ -160,6 +160,11 @@ def _call(
     name: str, factory: EnvFactory, num_envs: int, device: torch.device | str, seed: int | None, kwargs: dict[str, Any]
 ) -> EnvBase:
     """Build from a factory of this library or one of single Gymnasium environments."""
+    if isinstance(factory, type) and not issubclass(factory, (EnvBase, gymnasium.Env)):
+        raise ValueError(
+            f"{name!r} is the class {factory.__qualname__}, which is no environment; expected a subclass of TorchRL's "
+            "EnvBase or of gymnasium.Env, or a function that returns one."
+        )
     if _makes_one_environment(factory):
         return _make_gymnasium(name, factory, num_envs, device, seed, kwargs)
     _check_arguments(name, factory, num_envs, device, seed, kwargs)

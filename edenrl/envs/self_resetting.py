@@ -127,7 +127,7 @@ class SelfResettingEnv(EnvBase):
         double = any(leaf.dtype == torch.float64 for leaf in observation.values(True, True))
         self._float = torch.float64 if double else torch.float32
         # Not zero: an episode that ended before the first report says nothing about the metric.
-        self._metrics = {name: torch.full((), torch.nan, device=device, dtype=self._float) for name in metrics}
+        self._metrics = {str(name): torch.full((), torch.nan, device=device, dtype=self._float) for name in metrics}
         self._unannounced: dict[str, Tensor] = {}
         self._recording: list[dict[str, Tensor]] | None = None
         self._reward_groups = tuple(reward_groups)

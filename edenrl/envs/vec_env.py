@@ -230,9 +230,10 @@ def _look(env: Any) -> Any:
     return (observation, privileged()) if isinstance(observation, Tensor) and callable(privileged) else observation
 
 
-def _log_of(extras: Mapping[str, Any]) -> Mapping[str, Any]:
+def _log_of(extras: Mapping[str, Any]) -> dict[str, Any]:
+    """The log by name; a simulator may name its metrics by numbers or tuples."""
     log = extras.get("log", extras.get("episode"))
-    return log if isinstance(log, Mapping) else {}
+    return {str(name): value for name, value in log.items()} if isinstance(log, Mapping) else {}
 
 
 def _groups(observation: Any, num_envs: int, name: str) -> TensorDict:

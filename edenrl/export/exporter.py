@@ -66,13 +66,14 @@ def export_policy(
         checkpoint: where the weights come from, for the record; nothing is loaded.
         task: name of the environment, for the record.
         task_kwargs: arguments of its constructor, for the record; JSON must hold them.
-        verify: compare before writing. Without it nothing is compared and the spec says so.
+        verify: compare before writing. Without it nothing is compared, onnxruntime is not needed, and the spec's
+            ``verification`` is null.
 
     Returns:
         The files by format, and the spec under "spec".
 
     Raises:
-        ImportError: if a package of a format is missing, before anything is built.
+        ImportError: if a package of a format is missing or cannot be imported, before anything is built.
         PermissionError: if ``out_dir`` cannot be written to.
         TypeError: if the policy has a part that cannot be exported.
         ValueError: for an unknown format, an environment that the policy cannot read, or one that randomizes what the
@@ -88,18 +89,19 @@ def export_policy(
         >>> [path.name for path in files.values()]
         ['policy.pt', 'policy_spec.json']
     """
-    check_formats(formats)
+    check_formats(formats, verify=verify)
     out_dir = Path(out_dir)
     contract = contract_of(env)
     deployed = copy.deepcopy(policy).to("cpu").float().eval().requires_grad_(False)
     graph = PolicyGraph(deployed, env.observation_spec, env.action_key).eval()
+    packages = [package for name in formats for package in FORMATS[name].needs(verify)]
     spec = PolicySpec(
         model=_model_without_files(graph, formats),
         observations=observations_of(graph, env, contract),
         actions=actions_of(env, graph.action_key, contract.actions),
         rate=contract.rate,
         entities=contract.entities,
-        provenance=_provenance(formats, checkpoint, task, task_kwargs),
+        provenance=_provenance(packages, checkpoint, task, task_kwargs),
     )
     names = [*(entry.file for entry in FORMATS.values()), _SPEC]
     with staging(out_dir, names) as staged, torch.no_grad(), quiet():
@@ -160,13 +162,13 @@ def _tensors(graph: PolicyGraph, first: str, example: int | Tensor, suffix: str)
 
 
 def _provenance(
-    formats: Sequence[str],
+    packages: Sequence[str],
     checkpoint: str | Path | None,
     task: str | None,
     task_kwargs: Mapping[str, Any] | None,
 ) -> Provenance:
-    packages = ["torch", "torchrl", "tensordict", *(p for name in formats for p in FORMATS[name].packages)]
-    versions = {"edenrl": __version__, **{name: _version(name) for name in packages}}
+    used = ["torch", "torchrl", "tensordict", *packages]
+    versions = {"edenrl": __version__, **{name: _version(name) for name in used}}
     now = datetime.datetime.now(datetime.timezone.utc)
     return Provenance(
         versions=versions,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import logging
 import warnings
@@ -24,12 +25,16 @@ Runner = Callable[[Tensor, list[Tensor]], tuple[Tensor, list[Tensor]]]
 """Computes (actions, next states) from obs and states, all on the CPU."""
 
 
-def check_formats(formats: Sequence[str]) -> None:
-    """Refuses unknown formats, and formats whose packages are not installed.
+def check_formats(formats: Sequence[str], *, verify: bool = True) -> None:
+    """Refuses unknown formats, and formats whose packages are not installed or cannot be imported.
+
+    Args:
+        formats: names of formats.
+        verify: whether the files will be run to be compared; otherwise the packages that run them are not needed.
 
     Raises:
         ValueError: for an unknown or repeated format, or none at all.
-        ImportError: with the command that installs what is missing.
+        ImportError: with the command that installs what is missing, or with what keeps a package from being imported.
 
     Examples:
         >>> check_formats(["onxx"])
@@ -40,13 +45,21 @@ def check_formats(formats: Sequence[str]) -> None:
     given = [formats] if isinstance(formats, str) else list(formats)
     if isinstance(formats, str) or not given or len(set(given)) < len(given) or set(given) - set(FORMATS):
         raise ValueError(f"formats={given} was given; expected different names out of {list(FORMATS)}.")
+    others = f"Other formats: {[other for other, entry in FORMATS.items() if not entry.needs(verify=True)]}."
     for name in given:
-        missing = [package for package in FORMATS[name].packages if importlib.util.find_spec(package) is None]
-        if missing:
+        needed = FORMATS[name].needs(verify)
+        if missing := [package for package in needed if importlib.util.find_spec(package) is None]:
             raise ImportError(
-                f'The format {name!r} needs {", ".join(missing)}, not installed: pip install "edenrl[onnx]". Other '
-                f"formats: {[other for other, entry in FORMATS.items() if not entry.packages]}."
+                f'The format {name!r} needs {", ".join(missing)}, not installed: pip install "edenrl[onnx]". {others}'
             )
+        for package in needed:
+            try:
+                importlib.import_module(package)
+            except Exception as error:  # a damaged installation fails in many ways
+                raise ImportError(
+                    f"The format {name!r} needs {package}, which is installed but cannot be imported "
+                    f"({type(error).__name__}: {error}). Mend or reinstall it. {others}"
+                ) from error
 
 
 def _save_onnx(graph: PolicyGraph, example: tuple[Tensor, ...], path: Path) -> None:
@@ -167,16 +180,21 @@ def _dynamic_shapes(graph: PolicyGraph) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Format:
-    """A format: its file, how to write and to run it, and what that needs."""
+    """A format: its file, how to write and to run it, and the packages that each of the two needs."""
 
     file: str
     save: Callable[[PolicyGraph, tuple[Tensor, ...], Path], None]
     run: Callable[[Path, Sequence[State]], Runner]
-    packages: tuple[str, ...] = ()
+    save_needs: tuple[str, ...] = ()
+    run_needs: tuple[str, ...] = ()
+
+    def needs(self, verify: bool) -> tuple[str, ...]:
+        """The packages of an export, with or without verification."""
+        return (*self.save_needs, *self.run_needs) if verify else self.save_needs
 
 
 FORMATS = {
-    "onnx": Format("policy.onnx", _save_onnx, _run_onnx, ("onnx", "onnxscript", "onnxruntime")),
+    "onnx": Format("policy.onnx", _save_onnx, _run_onnx, ("onnx", "onnxscript"), ("onnxruntime",)),
     "jit": Format("policy.pt", _save_jit, _run_jit),
     "pt2": Format("policy.pt2", _save_pt2, _run_pt2),
 }

@@ -29,7 +29,7 @@ def load_policy(folder: str | Path, *, threads: int = 1) -> RuntimePolicy:
 
     Raises:
         FileNotFoundError: if the folder holds no export, or the graph that its spec names is missing.
-        ImportError: if onnxruntime is not installed.
+        ImportError: if onnxruntime is not installed or cannot be imported.
         ValueError: if the spec is unreadable or of another version, names no ONNX graph, or does not belong to the
             graph beside it (another sha256, other tensors).
 
@@ -50,13 +50,24 @@ def load_policy(folder: str | Path, *, threads: int = 1) -> RuntimePolicy:
     graph = _read_graph(path.parent, spec, folder)
     try:
         import onnxruntime
-    except ImportError:
+    except ModuleNotFoundError as error:
+        if error.name != "onnxruntime":  # it is there; something that it imports is not
+            raise _broken_onnxruntime(error) from error
         raise ImportError("load_policy needs onnxruntime, which is not installed: pip install onnxruntime") from None
+    except Exception as error:  # a damaged installation fails in many ways
+        raise _broken_onnxruntime(error) from error
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     # From the bytes and not from the file, which may have been replaced since they were checked.
     session = onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
     return RuntimePolicy(spec, session)
+
+
+def _broken_onnxruntime(error: Exception) -> ImportError:
+    return ImportError(
+        f"load_policy needs onnxruntime, which is installed but cannot be imported ({type(error).__name__}: {error}). "
+        "Mend or reinstall it."
+    )
 
 
 def _read_spec(path: Path, folder: str | Path) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from edenrl.envs import (
 )
 from edenrl.modules import check_mirror_widths, make_actor, observation_groups, value_critic
 from edenrl.training.checkpoint_folder import has_checkpoint
-from edenrl.training.evaluation import evaluate
+from edenrl.training.evaluation import OnStep, evaluate
 
 _log = logging.getLogger("edenrl")
 
@@ -288,6 +288,7 @@ def evaluate_run(
     *,
     num_episodes: int | None = None,
     seed: int | None = None,
+    on_step: OnStep | None = None,
 ) -> dict[str, float]:
     """Evaluates a policy as ``cfg.evaluation`` says, on unscaled rewards; see ``edenrl.training.evaluate``."""
     env = cfg.env.model_copy(update={"kwargs": {**cfg.env.kwargs, **cfg.evaluation.kwargs}})
@@ -297,4 +298,5 @@ def evaluate_run(
         built = _with_box(_build(env, rows, device, seed), cfg.action_bound_scale)
         return append_primers(wrap_env(built, **env.action_options()), policy)
 
-    return evaluate(policy, make, cfg.evaluation.num_episodes if num_episodes is None else num_episodes)
+    episodes = cfg.evaluation.num_episodes if num_episodes is None else num_episodes
+    return evaluate(policy, make, episodes, on_step=on_step)

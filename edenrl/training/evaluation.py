@@ -86,6 +86,7 @@ class EvaluationBudget:
 
 
 Policy = Callable[[TensorDictBase], TensorDictBase]
+OnStep = Callable[[TensorDictBase], Mapping[str, Any] | None]
 
 
 def evaluate(
@@ -94,6 +95,7 @@ def evaluate(
     num_episodes: int = 20,
     *,
     max_steps: int = 100_000,
+    on_step: OnStep | None = None,
 ) -> dict[str, float]:
     """Plays the deterministic policy for exactly ``num_episodes`` finished episodes.
 
@@ -108,14 +110,25 @@ def evaluate(
             ``lambda n: make_env("PointMass", n, seed=0)``.
         num_episodes: how many episodes count.
         max_steps: bound on the steps of the whole evaluation.
+        on_step: called after every step, before ended rows are reset, with the step of all environments ``[rows]`` on
+            their device: what the policy read and wrote, and under "next" the true outcome, last observations included.
+            The TensorDict is locked and must not be changed; clone what you keep. For metrics of your own it returns
+            numbers by name, one per row (``[rows]`` or ``[rows, 1]``), and the same names in every step: each is
+            averaged over the steps of an episode. For a recording it returns None. Rows that have played their quota
+            step on until all have; their further episodes reach ``on_step``, but no metric. Its errors end the
+            evaluation as they are.
 
     Returns:
         ``return_mean``, ``return_std``, ``return_median``, ``return_min``, ``return_max``, ``length_mean``,
         ``length_min``, ``length_max``, ``episodes``; and for every ``("next", "metrics", name)`` with one number per
-        row the mean at the episodes' ends as ``name``, with ``success`` reported as ``success_rate``.
+        row the mean at the episodes' ends as ``name``, with ``success`` reported as ``success_rate``; and the metrics
+        of ``on_step``, as means over the episodes.
 
     Raises:
         RuntimeError: if the episodes have not ended after ``max_steps``.
+        TypeError: if ``on_step`` returns neither None nor a dictionary.
+        ValueError: if ``on_step`` returns other names than before, a name that is measured already, or not one number
+            per row.
 
     Examples:
         >>> from edenrl.envs import make_env
@@ -124,6 +137,16 @@ def evaluate(
         >>> result = evaluate(actor, lambda n: make_env("PointMass", n, seed=0), num_episodes=8)
         >>> result["episodes"], result["length_max"] <= 100
         (8.0, True)
+
+        A metric of one's own, and a recording of the first row:
+
+        >>> path = []
+        >>> def effort(step):
+        ...     path.append(step["next", "observation"][0].clone())
+        ...     return {"effort": step["action"].square().mean(-1)}
+        >>> result = evaluate(actor, lambda n: make_env("PointMass", n, seed=0), num_episodes=8, on_step=effort)
+        >>> 0 < result["effort"] < 1, len(path) >= result["length_mean"]
+        (True, True)
     """
     if num_episodes < 1:
         raise ValueError(f"evaluate needs num_episodes >= 1, got {num_episodes}.")
@@ -138,7 +161,7 @@ def evaluate(
             part.training = False
         with torch.no_grad(), set_exploration_type(ExplorationType.DETERMINISTIC):
             with recorded_metrics(env) as unannounced:
-                finished = _play(policy, env, num_episodes, max_steps, unannounced)
+                finished = _play(policy, env, num_episodes, max_steps, unannounced, on_step)
     finally:
         for part, mode in modes.items():
             part.training = mode
@@ -180,8 +203,52 @@ def _reported(name: str) -> str:
     return "success_rate" if name == "success" else name
 
 
+class _StepMeans:
+    """What a caller measures in every step, as means over the steps of the running episodes."""
+
+    def __init__(self, on_step: OnStep, rows: int) -> None:
+        self._on_step, self._rows = on_step, rows
+        self._sums: dict[str, torch.Tensor] | None = None
+
+    def add(self, step: TensorDictBase, length: torch.Tensor, taken: set[str]) -> dict[str, torch.Tensor]:
+        """Measures one step; returns the means so far, ``[rows]``, of episodes of that length."""
+        # Locked, so that a hook that adds to the step or takes from it is told so.
+        given = self._on_step(step.copy().lock_())
+        if given is not None and not isinstance(given, Mapping):
+            raise TypeError(
+                f"on_step returned a {type(given).__name__}; expected None or a dictionary of numbers, one per row."
+            )
+        measured = {str(name): self._numbers(name, value, length) for name, value in (given or {}).items()}
+        if both := sorted(name for name in measured if name in taken or _reported(name) in taken):
+            raise ValueError(f"on_step measures {both}, which evaluations report already. Choose other names.")
+        if self._sums is None:
+            self._sums = {name: torch.zeros_like(length) for name in measured}
+        if measured.keys() != self._sums.keys():
+            raise ValueError(
+                f"on_step returned {sorted(measured)} and, in the first step, {sorted(self._sums)}; expected the same "
+                "names in every step."
+            )
+        began = length == 1
+        self._sums = {name: total.where(~began, 0.0) + measured[name] for name, total in self._sums.items()}
+        return {name: total / length for name, total in self._sums.items()}
+
+    def _numbers(self, name: str, value: Any, like: torch.Tensor) -> torch.Tensor:
+        numbers = torch.as_tensor(value).detach().to(like)
+        if numbers.shape not in ((self._rows,), (self._rows, 1)):
+            raise ValueError(
+                f"on_step measures {name!r} with the shape {tuple(numbers.shape)}; expected one number per row, "
+                f"[{self._rows}] or [{self._rows}, 1]."
+            )
+        return numbers.reshape(self._rows)
+
+
 def _play(
-    policy: Policy, env: EnvBase, num_episodes: int, max_steps: int, unannounced: list[dict[str, torch.Tensor]]
+    policy: Policy,
+    env: EnvBase,
+    num_episodes: int,
+    max_steps: int,
+    unannounced: list[dict[str, torch.Tensor]],
+    on_step: OnStep | None,
 ) -> dict[str, torch.Tensor]:
     """Steps until every row finished its quota of episodes; returns the values at the end of each."""
     td = env.reset()
@@ -192,6 +259,8 @@ def _play(
     length = torch.zeros_like(total)
     count = torch.zeros(rows, dtype=torch.long, device=td.device)
     ended: dict[str, list[torch.Tensor]] = {"return": [], "length": []}
+    own = None if on_step is None else _StepMeans(on_step, rows)
+    usual = {*ended, *announced_metrics()}
     for _ in range(max_steps):
         stepped, td = env.step_and_maybe_reset(policy(td))
         result = stepped["next"]
@@ -200,6 +269,8 @@ def _play(
             metrics |= unannounced.pop()
         total += result["reward"].reshape(rows)
         length += 1
+        if own is not None:
+            metrics |= own.add(stepped, length, {*usual, *map(_reported, metrics)})
         done = result["done"].reshape(rows)
         if not bool(done.any()):
             continue

@@ -31,6 +31,7 @@ def export_run(
     *,
     checkpoint: str = "best",
     formats: Sequence[str] = _FORMATS,
+    verify: bool = True,
 ) -> dict[str, Path]:
     """Exports a run's policy with the weights of one of its checkpoints; see ``edenrl.export.export_policy``.
 
@@ -41,16 +42,18 @@ def export_run(
         out_dir: default ``run_dir/policy``.
         checkpoint: "best", "latest", or a checkpoint's path.
         formats: as for ``export_policy``.
+        verify: as for ``export_policy``.
 
     Returns:
         The files by format, and the spec under "spec".
 
     Raises:
         FileNotFoundError: for a run without checkpoints.
+        ImportError: if a package of a format is missing or cannot be imported, before anything is built.
         CheckpointError: if the checkpoint does not fit the policy.
         DiskFullError: if the disk has no room for the files.
     """
-    check_formats(formats)
+    check_formats(formats, verify=verify)
     target = Path(run_dir) / "policy" if out_dir is None else Path(out_dir)
     loaded = copy.deepcopy(policy)
     # In this process: what the environment declares cannot be read from others.
@@ -68,6 +71,7 @@ def export_run(
                 checkpoint=path,
                 task=cfg.env.name,
                 task_kwargs=cfg.env.kwargs,
+                verify=verify,
             )
     finally:
         env.close(raise_if_closed=False)
@@ -77,7 +81,7 @@ def require_export(components: Mapping[str, Any] | None = None) -> None:
     """Refuses ``--export`` before training when it could not work after it.
 
     Args:
-        components: the parts of the run; None: they are not built yet, and only the packages are looked for.
+        components: the parts of the run; None: they are not built yet, and only the packages are checked.
     """
     check_formats(_FORMATS)
     if components is not None and "policy" not in components:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -127,9 +128,8 @@ class RunFolder:
 
     @property
     def rate(self) -> float:
-        """Steps per second since this process began."""
-        rate: float = self._progress.rate
-        return rate
+        """Steps per second since this process began; NaN in a process that does not measure it."""
+        return float(self._progress.rate) if self._leads else math.nan
 
     def acquire(self) -> None:
         """Creates the directory and keeps other processes out; refuses what cannot be resumed.
@@ -239,14 +239,40 @@ class RunFolder:
         """Prints one line, unless the run is quiet."""
         self._progress.say(text)
 
+    @property
+    def _is_gone(self) -> bool:
+        """Whether the directory was removed or renamed; what is written later may have created another one."""
+        return self._leads and not (self.dir / "config.json").exists()
+
+    def _gone(self) -> FileNotFoundError:
+        return FileNotFoundError(
+            f"The run directory {self.dir} is gone: it was removed or renamed during the training, and its config.json "
+            "is not there any more. The training ends; nothing is saved in a new directory of that name."
+        )
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Refuses to write into a directory that is gone, and names it where it vanishes meanwhile."""
+        if self._is_gone:
+            raise self._gone()
+        try:
+            yield
+        except Exception as error:
+            if self._is_gone:
+                raise self._gone() from error
+            raise
+
     def write(self, iteration: int, row: Mapping[str, float]) -> None:
         """Adds the row of an iteration to ``metrics.csv`` and the other logger.
 
         Args:
             iteration: iterations that are done, this one included.
             row: its metrics; the steps that are done are added.
+
+        Raises:
+            FileNotFoundError: if the run directory is gone.
         """
-        with disk_space(self.dir, "metrics.csv"):
+        with self._writing(), disk_space(self.dir, "metrics.csv"):
             self._logger.write(iteration - 1, {"frames": iteration * self._frames, **row})
 
     def rescue(self, error: Exception, iteration: int) -> None:
@@ -261,7 +287,7 @@ class RunFolder:
         # The other processes do not take part: each of them may be anywhere in its iteration.
         if isinstance(error, DiskFullError) or distributed.world_size() > 1 or iteration == self._saved:
             return
-        if has_lost_workers(self._components):
+        if has_lost_workers(self._components) or self._is_gone:
             return
         try:
             for name, component in self._own.items():
@@ -284,6 +310,7 @@ class RunFolder:
             evaluation: what the policy of this checkpoint has scored; None: it was not evaluated.
 
         Raises:
+            FileNotFoundError: if the run directory is gone.
             ValueError: if the evaluation lacks ``cfg.evaluation.metric``; the checkpoint is saved first.
         """
         for component in self._own.values():
@@ -294,7 +321,8 @@ class RunFolder:
         score = math.nan if evaluation is None else evaluation.get(name, math.nan)
         metric = {} if math.isnan(score) else {name: score}
         frames, processes, config = iteration * self._frames, distributed.world_size(), self.cfg.model_dump(mode="json")
-        self.checkpoints.save(iteration, frames=frames, processes=processes, config=config, **metric)
+        with self._writing():
+            self.checkpoints.save(iteration, frames=frames, processes=processes, config=config, **metric)
         self._saved = iteration
         # Only now: a mistyped name must not cost the iterations up to here.
         if evaluation is not None and name not in evaluation:
@@ -310,11 +338,16 @@ class RunFolder:
             state: what ``progress.json`` says from now on: "complete", "interrupted" or "failed".
             error: what ended the run.
             iteration: iterations that are done.
+
+        Raises:
+            FileNotFoundError: if the run directory is gone and no error is reported already.
         """
-        self._progress.close(state)
+        self._progress.close(None if self._is_gone else state)
         try:
             with disk_space(self.dir, "metrics.csv"):
                 self._logger.close()
+            if self._is_gone:
+                raise self._gone()
         except Exception:
             if error is None:  # of two errors the first is the one to report
                 raise

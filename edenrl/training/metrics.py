@@ -152,7 +152,7 @@ class IterationMetrics:
         """Adds scalars that the row gets as they are."""
         for group in metrics:
             _refuse_bad_metrics(group)
-            self._logged.update(group)
+            self._logged.update({str(name): value for name, value in group.items()})
 
     def mean(self, name: str) -> float:
         """Mean of a recorded metric so far; NaN without any."""

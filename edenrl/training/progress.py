@@ -205,11 +205,12 @@ class Progress:
             self._failed = True
             _overwrite(self.path, text)
 
-    def close(self, state: str) -> None:
-        """Ends the bar and leaves the final state on disk."""
+    def close(self, state: str | None) -> None:
+        """Ends the bar and leaves the final state on disk, unless it is None."""
         if self.bar is not None:
             self._on_bar(lambda bar: bar.close())
-        self.write(state)
+        if state is not None:
+            self.write(state)
 
 
 def _overwrite(path: Path, text: str) -> None:

@@ -23,7 +23,7 @@ from edenrl.training.progress import format_table
 if TYPE_CHECKING:
     from edenrl.training.run import Run
 
-__all__ = ["run_banner", "run_script", "run_table", "save_error", "starting_point"]
+__all__ = ["run_banner", "run_script", "run_summary", "run_table", "save_error", "starting_point"]
 
 
 def run_banner(run: Run) -> str:
@@ -77,22 +77,42 @@ def starting_point(run: Run, resumed: bool) -> list[str]:
     return lines
 
 
-def run_table(run: Run) -> dict[str, Any]:
-    """The rows of the table that a run ends with."""
+def run_summary(run: Run) -> dict[str, Any]:
+    """What a run has reached, as numbers and texts; see ``Run.summary_dict``."""
     done, total = (count * run.frames_per_iteration for count in (run.iteration, run.iterations))
-    checkpoints = run.folder.checkpoints
-    rows: dict[str, Any] = {
-        run.unit: f"{done:,} of {total:,}",
-        "wall time": f"{run.seconds:.0f} s ({run.folder.rate:,.0f} {run.unit}/s)",
-        **_evaluation_rows(run.evaluations.latest),
-        "best checkpoint": checkpoints.best() or checkpoints.latest() or "none yet",
+    checkpoint = run.folder.checkpoints.best() or run.folder.checkpoints.latest()
+    return {
+        "algorithm": run.algorithm,
+        "environment": run.cfg.env.name,
+        "complete": not run.remaining,
+        "unit": run.unit,
+        "done": done,
+        "total": total,
+        "seconds": run.seconds,
+        "rate": run.folder.rate,
+        "evaluation": dict(run.evaluations.latest),
+        "best_checkpoint": None if checkpoint is None else str(checkpoint),
+        "exported": {name: str(path) for name, path in run.exported.items()},
+        "run_dir": str(run.dir),
     }
-    if run.exported:
+
+
+def run_table(run: Run) -> str:
+    """The table that a run ends with."""
+    summary = run_summary(run)
+    unit = summary["unit"]
+    rows: dict[str, Any] = {
+        unit: f"{summary['done']:,} of {summary['total']:,}",
+        "wall time": f"{summary['seconds']:.0f} s ({summary['rate']:,.0f} {unit}/s)",
+        **_evaluation_rows(summary["evaluation"]),
+        "best checkpoint": summary["best_checkpoint"] or "none yet",
+    }
+    if summary["exported"]:
         rows["exported policy"] = run.exported["spec"].parent
     rows["run directory"] = run.dir
     if run.remaining:
         rows["continue with"] = _resume_command(run.dir)
-    return rows
+    return format_table(rows, f"{summary['algorithm']} on {summary['environment']}")
 
 
 def _evaluation_rows(result: Mapping[str, float]) -> dict[str, str]:

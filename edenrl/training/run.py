@@ -22,8 +22,8 @@ from edenrl.training.folder import RunFolder, run_directory
 from edenrl.training.initial_weights import InitialWeights
 from edenrl.training.metrics import IterationMetrics
 from edenrl.training.optimization import Trained, build_gradient_step
-from edenrl.training.progress import format_table, print_line
-from edenrl.training.reports import run_banner, run_table, starting_point
+from edenrl.training.progress import print_line
+from edenrl.training.reports import run_banner, run_summary, run_table, starting_point
 from edenrl.training.run_evaluations import RunEvaluations
 from edenrl.training.startup import check_components, setup
 from edenrl.training.stopping import StopRequest, shut_down
@@ -386,4 +386,12 @@ class Run:
 
     def summary(self) -> str:
         """The table a run ends with."""
-        return "\n" + format_table(run_table(self), f"{self.algorithm} on {self.cfg.env.name}")
+        return "\n" + run_table(self)
+
+    def summary_dict(self) -> dict[str, Any]:
+        """What that table says, for a program to read; ``json.dumps`` takes it.
+
+        ``done`` and ``total`` count in ``unit``, ``rate`` is per second of this process, and ``evaluation`` holds the
+        metrics of the latest evaluation. ``best_checkpoint`` is None before the first one.
+        """
+        return run_summary(self)

@@ -300,3 +300,27 @@ def test_the_arguments_of_an_inherited_constructor_are_checked():
     register_env("Sub", Sub, override=True)
     with pytest.raises(ValueError, match="bogus"):
         make_env("Sub", 2, bogus=1)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "pass",
+        "def __init__(self, width): pass",
+        "def __init__(self, num_envs, *, device, seed): pass",
+        "def __init__(self, *args, **kwargs): pass",
+    ],
+)
+@pytest.mark.parametrize("base", ["", "(dict)", "(torch.nn.Module)", "(enum.Enum)"])
+def test_a_class_that_is_no_environment_is_refused_in_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, base: str, body: str
+) -> None:
+    (tmp_path / "no_envs.py").write_text(f"import enum, torch\nclass NotAnEnv{base}:\n    {body}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "no_envs", raising=False)
+    with pytest.raises(ValueError, match="'no_envs:NotAnEnv' is the class NotAnEnv, which is no environment; expected"):
+        make_env("no_envs:NotAnEnv", 2)
+    register_env("NotAnEnv", sys.modules["no_envs"].NotAnEnv, override=True)
+    with pytest.raises(ValueError, match="'NotAnEnv' is the class NotAnEnv, which is no environment"):
+        make_env("NotAnEnv", 2)
+    registry._REGISTRY.pop("notanenv")

@@ -295,6 +295,18 @@ def test_numbers_of_numpy_are_metrics_too(value: Any, expected: float) -> None:
     assert list(data["next", "metrics"].keys()) == ["level"]
 
 
+@pytest.mark.parametrize("name", [1, 2.5, None, ("a", "b"), ("a", 1), False])
+@pytest.mark.parametrize("announced", [False, True])
+def test_metrics_that_are_not_named_by_texts_get_their_text(name: Any, announced: bool) -> None:
+    inner = ScriptedVecEnv(extras={"log": {name: 2.0, "level": 1.0}})
+    if announced:
+        inner.extras = {"log": {name: 0.0, "level": 0.0}}  # type: ignore[attr-defined]
+    data = collect(inner)
+    assert set(data["next", "metrics"].keys()) == {str(name), "level"}
+    assert rollout_metrics(data)[f"episode/{name}"].item() == 2.0
+    assert str(name) in VecEnvAdapter(inner, log_keys=[name]).observation_spec["metrics"].keys()
+
+
 class LateLog(ScriptedVecEnv):
     """Logs `late` from step `first` on, its number then; row i ends every `lengths[i]` steps."""
 

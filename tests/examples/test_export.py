@@ -79,12 +79,46 @@ def test_a_missing_extra_stops_the_training_before_it_begins(scripts, tmp_path, 
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("kind", [ImportError, OSError])
+def test_a_broken_onnxruntime_stops_training_and_script_before_they_begin(
+    run, scripts, tmp_path, capsys, monkeypatch, kind
+):
+    import_module = importlib.import_module
+
+    def broken(name, *args):
+        if name == "onnxruntime":
+            raise kind("libonnxruntime.so: cannot open")
+        return import_module(name, *args)
+
+    def build(*args, **kwargs):
+        raise AssertionError("something was built")
+
+    monkeypatch.setattr(importlib, "import_module", broken)
+    message = fails(capsys, scripts["train_ppo"].main, *TINY, f"--run_dir={tmp_path / 'run'}", "--export")
+    assert "onnxruntime, which is installed but cannot be imported" in message and "cannot open" in message
+    assert not (tmp_path / "run").exists()
+    monkeypatch.setattr(scripts["export_policy"], "load_run", build)
+    message = fails(capsys, scripts["export_policy"].main, run, "--output", tmp_path / "out")
+    assert "onnxruntime, which is installed but cannot be imported" in message and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("formats", [["onnx"], ["jit", "pt2"]])
+def test_the_export_script_without_verification(run, scripts, tmp_path, capsys, monkeypatch, formats):
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    command = [str(run), "--no_verify", "--output", str(tmp_path / "out"), "--formats", *formats]
+    scripts["export_policy"].main(command)
+    assert "--no_verify compares nothing" in capsys.readouterr().out
+    spec = PolicySpec.model_validate_json((tmp_path / "out" / "policy_spec.json").read_text())
+    assert spec.model.verification is None
+
+
 def test_the_export_script(run, scripts, tmp_path, capsys):
     scripts["export_policy"].main([str(run), "--formats", "onnx", "pt2", "--output", str(tmp_path / "out")])
     out = capsys.readouterr().out
     assert "largest deviation" in out and "p50" in out and "p99" in out
     assert {p.name for p in (tmp_path / "out").glob("policy*")} == {"policy.onnx", "policy.pt2", "policy_spec.json"}
     scripts["export_policy"].main([str(run), "--formats", "jit", "--output", str(tmp_path / "out")])
+    assert "largest deviation jit" in capsys.readouterr().out
     assert {p.name for p in (tmp_path / "out").glob("policy*")} == {"policy.pt", "policy_spec.json"}
     main = scripts["export_policy"].main
     assert "expected different names out of ['onnx', 'jit', 'pt2']" in fails(capsys, main, run, "--formats", "tflite")

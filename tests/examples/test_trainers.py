@@ -31,6 +31,7 @@ from trainer_cases import (
 
 from edenrl.config import load_config, parse_cli, presets
 from edenrl.envs import make_env, register_env
+from edenrl.objectives import GAE
 from edenrl.training import read_metrics
 
 COMMON = {"iteration", "frames", "seconds", "loss", "lr", "skipped_updates", "action_saturation"}
@@ -48,6 +49,7 @@ TABLES = {
 }
 # A schedule over the length of the run and a warm-up that is a share of it: a longer run is another one.
 KNOWS_ITS_LENGTH = {"APG", "FlashSAC"}
+WITH_GAE = ["PPO", "SimBa", "AMP", "HIM", "RMA", "CMDP"]
 
 
 @pytest.fixture(scope="module", params=TRAINERS)
@@ -269,3 +271,19 @@ def test_a_killed_and_a_stopped_run_go_on_as_if_nothing_had_happened(name, tmp_p
     assert [row["iteration"] for row in rows(run_dir)] == list(range(done + 2))
     assert rows(tmp_path / "whole") == rows(run_dir)
     assert_same(checkpointed(tmp_path / "whole"), checkpointed(run_dir))
+
+
+@pytest.mark.parametrize("name", WITH_GAE)
+def test_explained_variance_is_that_of_the_whole_rollout(name, tmp_path, monkeypatch):
+    expected = []
+    estimate = GAE.__call__
+
+    def noted(self, rollout):
+        out = estimate(self, rollout)
+        values, returns = (out[key].double().flatten(0, 1) for key in ("state_value", "value_target"))
+        expected.append(float((1 - (returns - values).var(0) / returns.var(0)).mean()))
+        return out
+
+    monkeypatch.setattr(GAE, "__call__", noted)
+    TRAINERS[name].train(tmp_path / "run", 3, "--quiet", "--seed=5")
+    assert [row["explained_variance"] for row in rows(tmp_path / "run")] == pytest.approx(expected, rel=1e-3, abs=1e-4)

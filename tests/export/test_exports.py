@@ -270,3 +270,20 @@ def test_without_onnxruntime_loading_says_what_to_install(exported, monkeypatch)
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     with pytest.raises(ImportError, match="pip install onnxruntime"):
         load_policy(exported["mlp"].folder)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("raise ImportError('libonnx.so: cannot open')", "ImportError: libonnx.so: cannot open"),
+        ("raise OSError('bad ELF')", "OSError: bad ELF"),
+        ("import no_such_package_of_its_own", "ModuleNotFoundError: No module named 'no_such_package_of_its_own'"),
+    ],
+)
+def test_an_onnxruntime_that_cannot_be_imported_is_not_called_missing(exported, monkeypatch, tmp_path, source, message):
+    (tmp_path / "onnxruntime.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "onnxruntime", raising=False)
+    with pytest.raises(ImportError, match="installed but cannot be imported") as caught:
+        load_policy(exported["mlp"].folder)
+    assert message in str(caught.value)

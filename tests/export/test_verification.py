@@ -4,6 +4,7 @@ import copy
 import importlib.util
 import json
 import os
+import sys
 
 import pytest
 import torch
@@ -332,6 +333,35 @@ def test_a_missing_extra_is_named_before_anything_is_built(tmp_path, point_mass,
         export_policy(policy, point_mass, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     assert export_policy(policy, point_mass, tmp_path / "out", formats=["jit"])["jit"].exists()
+
+
+@pytest.mark.parametrize("package", ["onnx", "onnxscript", "onnxruntime"])
+@pytest.mark.parametrize("error", [ImportError("libonnx.so: cannot open"), OSError("bad ELF"), AttributeError("ABI")])
+def test_a_package_that_cannot_be_imported_is_named_before_anything_is_built(tmp_path, monkeypatch, package, error):
+    import_module = importlib.import_module
+
+    def broken(name, *args):
+        if name == package:
+            raise error
+        return import_module(name, *args)
+
+    monkeypatch.setattr(importlib, "import_module", broken)
+    # Neither the policy nor the environment is looked at.
+    with pytest.raises(ImportError, match=f"needs {package}, which is installed but cannot be imported") as caught:
+        export_policy(None, None, tmp_path / "out")
+    assert str(error) in str(caught.value) and caught.value.__cause__ is error
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_verification_onnxruntime_is_not_needed(tmp_path, point_mass, monkeypatch):
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    policy = gaussian_actor({"observation": 14}, 2, hidden=(8,))
+    with pytest.raises(ImportError, match="onnxruntime"):
+        export_policy(policy, point_mass, tmp_path / "out")
+    files = export_policy(policy, point_mass, tmp_path / "out", verify=False)
+    spec = json.loads(files["spec"].read_text())
+    assert spec["model"]["verification"] is None and "onnxruntime" not in spec["provenance"]["versions"]
+    assert files["onnx"].exists()
 
 
 def test_a_folder_that_cannot_be_written_to(tmp_path, point_mass):

@@ -122,6 +122,68 @@ def test_endless_episodes_are_reported(policy):
         evaluate(policy, lambda n: Countdown(4), 0)
 
 
+@pytest.mark.parametrize(("rows", "episodes"), [(1, 1), (4, 6), (5, 12)])
+def test_what_a_hook_measures_is_averaged_over_the_steps_of_each_counted_episode(policy, rows, episodes):
+    def measure(step):
+        # In an episode of n steps the observations after them are 1 to n: the last one is not that of the reset.
+        last = step["next", "observation"]
+        assert torch.equal(step["next", "done"], last == torch.arange(rows).unsqueeze(-1) + 1)
+        return {"column": last, "flat": step["observation"].squeeze(-1), "numpy": np.ones(rows)}
+
+    result = evaluate(policy, lambda n: Countdown(rows), episodes, on_step=measure)
+    quota = episodes // rows + (np.arange(rows) < episodes % rows)
+    lengths = np.repeat(np.arange(rows) + 1, quota)
+    assert result["column"] == pytest.approx(((lengths + 1) / 2).mean())
+    assert result["flat"] == pytest.approx(((lengths - 1) / 2).mean())
+    assert result["numpy"] == 1.0
+
+
+def test_a_hook_that_only_looks_changes_nothing():
+    actor = gaussian_actor({"observation": 14}, 2)
+    steps = []
+    watched = evaluate(actor, lambda n: make_env("PointMass", n, seed=4), 16, on_step=steps.append)
+    assert watched == evaluate(actor, lambda n: make_env("PointMass", n, seed=4), 16)
+    assert len(steps) >= watched["length_max"]
+    assert {"observation", "action", "next"} <= set(steps[0].keys()) and steps[0].batch_size == (16,)
+    assert not steps[0]["action"].requires_grad
+
+
+def test_the_step_that_a_hook_gets_is_read_only(policy):
+    with pytest.raises(RuntimeError, match="locked"):
+        evaluate(policy, lambda n: Countdown(3), 3, on_step=lambda step: step.set("mine", step["action"]))
+    with pytest.raises(RuntimeError, match="locked"):
+        evaluate(policy, lambda n: Countdown(3), 3, on_step=lambda step: step["next"].pop("reward"))
+
+
+def test_an_error_of_a_hook_comes_out_as_it_is_and_the_environment_is_closed(policy):
+    error, env = KeyError("mine"), Countdown(3)
+
+    def measure(step):
+        raise error
+
+    with pytest.raises(KeyError) as caught:
+        evaluate(policy, lambda n: env, 3, on_step=measure)
+    assert caught.value is error and env.is_closed
+
+
+@pytest.mark.parametrize(
+    ("returned", "kind", "message"),
+    [
+        (lambda step: 3.0, TypeError, "on_step returned a float"),
+        (lambda step: {"a": 3.0}, ValueError, r"'a' with the shape \(\); expected one number per row, \[3\]"),
+        (lambda step: {"a": torch.zeros(3, 2)}, ValueError, r"the shape \(3, 2\)"),
+        (lambda step: {"return_mean": torch.zeros(3)}, ValueError, "'return_mean'.* report already"),
+        (lambda step: {"length": torch.zeros(3)}, ValueError, "'length'.* report already"),
+        (lambda step: {"row": torch.zeros(3)}, ValueError, "'row'.* report already"),
+        (lambda step: {"success": torch.zeros(3)}, ValueError, "'success'.* report already"),
+        (lambda step: {f"a{step['observation'][-1].item():g}": torch.zeros(3)}, ValueError, r"\['a1'\] .*\['a0'\]"),
+    ],
+)
+def test_what_a_hook_cannot_measure_is_refused(policy, returned, kind, message):
+    with pytest.raises(kind, match=message):
+        evaluate(policy, lambda n: Countdown(3), 3, on_step=returned)
+
+
 def evaluated_by(budget, iterations, interval, length_of, first=1):
     """Iterations at which a run with that budget evaluates; its evaluations play episodes of 100 steps."""
     done = []

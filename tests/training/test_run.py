@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 from pathlib import Path
 
@@ -564,3 +565,74 @@ def test_a_gap_in_the_metrics_is_said_and_a_complete_run_is_called_so(tmp_path, 
             for _ in run:
                 pass
         assert told in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("iterations", "done"), [(3, 3), (5, 2)])
+def test_the_summary_is_a_dictionary_too(tmp_path, iterations, done):
+    cfg = RunConfig(run_dir=str(tmp_path / "run"), quiet=True)
+    measured = {"return_mean": 2.5, "return_std": 0.0, "return_median": 2.5, "return_min": 2.5, "return_max": 2.5}
+    measured |= {"length_mean": 7.0, "episodes": 4.0}
+    with contextlib.suppress(SystemExit):
+        with Run(cfg, "Parabola", iterations=iterations, frames_per_iteration=8, evaluate=lambda: measured) as run:
+            run.keep(net=torch.nn.Linear(1, 1))
+            for iteration in run:
+                if iteration + 1 == done < iterations:
+                    os.kill(os.getpid(), signal.SIGTERM)
+    summary = run.summary_dict()
+    assert json.loads(json.dumps(summary)) == summary
+    assert summary["algorithm"] == "Parabola" and summary["environment"] == cfg.env.name
+    assert (summary["unit"], summary["done"], summary["total"]) == ("frames", 8 * done, 8 * iterations)
+    assert summary["complete"] == (done == iterations) and summary["evaluation"] == measured
+    assert summary["run_dir"] == str(tmp_path / "run") and summary["exported"] == {}
+    assert summary["best_checkpoint"] == str(run.folder.checkpoints.best()) and summary["rate"] > 0
+    assert f"{8 * done} of {8 * iterations}" in run.summary() and summary["best_checkpoint"] in run.summary()
+
+
+@pytest.mark.parametrize("leave", ["removed", "renamed", "file"])
+@pytest.mark.parametrize(("interval", "at"), [(1, 2), (100, 1), (100, 4), (3, 5), (1, 5)])
+def test_a_run_directory_that_is_gone_ends_the_run_with_its_name(tmp_path, capsys, caplog, interval, at, leave):
+    run_dir = tmp_path / "run"
+
+    def main():
+        cfg = RunConfig(run_dir=str(run_dir), quiet=True, checkpoint={"interval_iterations": interval})
+        with Run(cfg, "Parabola", iterations=6, frames_per_iteration=1) as run:
+            run.keep(net=torch.nn.Linear(1, 1))
+            for iteration in run:
+                run.log({"loss": 1.0, **({"late": 2.0} if iteration > 3 else {})})
+                if iteration == at and leave == "removed":
+                    shutil.rmtree(run_dir)
+                elif iteration == at and leave == "renamed":
+                    run_dir.rename(tmp_path / "elsewhere")
+                elif iteration == at:
+                    (run_dir / "config.json").unlink()
+
+    with pytest.raises(SystemExit) as ended:
+        run_script(main)
+    assert ended.value.code == 1
+    assert f"The run directory {run_dir} is gone" in capsys.readouterr().err
+    assert leave == "file" or not run_dir.exists()
+    assert "training goes on" not in caplog.text
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, OSError])
+def test_a_run_directory_that_vanishes_while_it_is_saved_is_named(tmp_path, monkeypatch, kind):
+    run_dir = tmp_path / "run"
+
+    def vanish(self, *args, **kwargs):
+        shutil.rmtree(run_dir)
+        raise kind("Parent directory does not exist.")
+
+    monkeypatch.setattr(StateDictFile, "save", vanish)
+    with pytest.raises(FileNotFoundError, match="is gone"):
+        with Run(RunConfig(run_dir=str(run_dir), quiet=True), "P", iterations=2, frames_per_iteration=1) as run:
+            run.keep(net=torch.nn.Linear(1, 1))
+            list(run)
+
+
+def test_a_run_directory_that_vanishes_after_the_last_iteration_is_named(tmp_path):
+    run_dir = tmp_path / "run"
+    with pytest.raises(FileNotFoundError, match="is gone"):
+        with Run(RunConfig(run_dir=str(run_dir), quiet=True), "P", iterations=2, frames_per_iteration=1) as run:
+            run.keep(net=torch.nn.Linear(1, 1))
+            list(run)
+            shutil.rmtree(run_dir)

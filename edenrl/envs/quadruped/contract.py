@@ -15,6 +15,14 @@ __all__ = ["SPEC_VALUES", "quadruped_contract"]
 # What is randomized of the values that a policy spec states.
 SPEC_VALUES = ("motor_strength", "kp", "kd", "joint_offset")
 
+
+def _term(
+    name: str, unit: str | None = None, meaning: str | None = None, width: int = 1, scale: float = 1.0
+) -> dict[str, Any]:
+    """A term whose features have the same scale."""
+    return {"name": name, "width": width, "unit": unit, "scale": [scale] * width, "meaning": meaning}
+
+
 _COMMAND = {
     "name": "command",
     "width": 3,
@@ -22,34 +30,18 @@ _COMMAND = {
     "scale": [2.0, 2.0, 0.5],
     "meaning": "commanded velocity forward and to the left, and yaw rate, in the trunk's frame",
 }
-_ANGULAR_VELOCITY = {
-    "name": "angular velocity",
-    "width": 3,
-    "unit": "rad/s",
-    "scale": [0.25] * 3,
-    "meaning": "of the trunk, in its own frame: x forward, y left, z up",
-}
-_GRAVITY = {
-    "name": "gravity direction",
-    "width": 3,
-    "scale": [1.0] * 3,
-    "meaning": "unit vector in the trunk's frame; (0, 0, -1) when upright",
-}
+_ANGULAR_VELOCITY = _term(
+    "angular velocity", "rad/s", "of the trunk, in its own frame: x forward, y left, z up", width=3, scale=0.25
+)
+_GRAVITY = _term("gravity direction", None, "unit vector in the trunk's frame; (0, 0, -1) when upright", width=3)
 _JOINTS = [
-    {
-        "name": "joint angles from the default pose",
-        "width": 12,
-        "unit": "rad",
-        "scale": [1.0] * 12,
-        "meaning": "angle less default position, in the order of joint_names",
-    },
-    {
-        "name": "joint velocities",
-        "width": 12,
-        "unit": "rad/s",
-        "scale": [0.05] * 12,
-        "meaning": "in the order of joint_names",
-    },
+    _term(
+        "joint angles from the default pose",
+        "rad",
+        "angle less default position, in the order of joint_names",
+        width=12,
+    ),
+    _term("joint velocities", "rad/s", "in the order of joint_names", width=12, scale=0.05),
     {
         "name": "last action",
         "width": 12,
@@ -58,31 +50,20 @@ _JOINTS = [
         "meaning": "the action of the step before, clipped, before scale and bias",
     },
 ]
-_LINEAR_VELOCITY = {
-    "name": "linear velocity",
-    "width": 3,
-    "unit": "m/s",
-    "scale": [2.0] * 3,
-    "meaning": "of the trunk, in its own frame",
-}
+_LINEAR_VELOCITY = _term("linear velocity", "m/s", "of the trunk, in its own frame", width=3, scale=2.0)
 _POLICY = [_COMMAND, _ANGULAR_VELOCITY, _GRAVITY, *_JOINTS]
-
-
-def _one(name: str, unit: str | None = None, meaning: str | None = None, width: int = 1) -> dict[str, Any]:
-    """A term that is read as it is."""
-    return {"name": name, "width": width, "unit": unit, "scale": [1.0] * width, "meaning": meaning}
 
 
 _PROP = [
     _ANGULAR_VELOCITY,
-    _one("roll", "rad"),
-    _one("pitch", "rad", "positive with the nose down"),
-    _one("zero", meaning="always 0"),
-    _one("yaw to the way-point", "rad", "from the heading, positive to the left; 0 on flat ground"),
-    _one("yaw to the next way-point", "rad", "as above, to the one after it"),
+    _term("roll", "rad"),
+    _term("pitch", "rad", "positive with the nose down"),
+    _term("zero", meaning="always 0"),
+    _term("yaw to the way-point", "rad", "from the heading, positive to the left; 0 on flat ground"),
+    _term("yaw to the next way-point", "rad", "as above, to the one after it"),
     _COMMAND,
-    _one("on terrain", meaning="1 on terrain, otherwise 0"),
-    _one("on flat ground", meaning="1 on flat ground, otherwise 0"),
+    _term("on terrain", meaning="1 on terrain, otherwise 0"),
+    _term("on flat ground", meaning="1 on flat ground, otherwise 0"),
     *_JOINTS,
     {
         "name": "foot contacts",
@@ -99,7 +80,7 @@ _TERMS: dict[str, list[dict[str, Any]]] = {
     "prop": _PROP,
     "prop_history": _PROP,
     "scan": [
-        _one(
+        _term(
             "height scan",
             "m",
             "trunk height less 0.3 m above 12 x 11 points of the ground, in [-1, 1]; x from -0.45 to 1.2 m, for each y "
@@ -109,27 +90,21 @@ _TERMS: dict[str, list[dict[str, Any]]] = {
     ],
     "priv_explicit": [
         _LINEAR_VELOCITY,
-        _one("height above ground", "m"),
-        {
-            "name": "foot forces",
-            "width": 4,
-            "unit": "N",
-            "scale": [0.01] * 4,
-            "meaning": "normal force of FL, FR, RL, RR, at most 300 N",
-        },
-        _one("difficulty"),
+        _term("height above ground", "m"),
+        _term("foot forces", "N", "normal force of FL, FR, RL, RR, at most 300 N", width=4, scale=0.01),
+        _term("difficulty"),
     ],
     "priv_latent": [
-        _one("trunk mass offset", "kg"),
-        _one("trunk centre offset", "m", width=3),
-        _one("friction"),
-        _one("kp factors", width=12),
-        _one("kd factors", width=12),
+        _term("trunk mass offset", "kg"),
+        _term("trunk centre offset", "m", width=3),
+        _term("friction"),
+        _term("kp factors", width=12),
+        _term("kd factors", width=12),
     ],
-    "amp_window": [_one("joint angles", "rad", "in the order of joint_names", 12)],
-    "amp_gate": [_one("moving", meaning="1 while commanded to move, otherwise 0")],
-    "depth": [_one("depth image", None, "depth / 2.5 m - 0.5, row by row, at most 0.5", 58 * 87)],
-    "delta_yaw_ok": [_one("way-point ahead", meaning="1 where it is less than 0.6 rad off the heading, otherwise 0")],
+    "amp_window": [_term("joint angles", "rad", "in the order of joint_names", 12)],
+    "amp_gate": [_term("moving", meaning="1 while commanded to move, otherwise 0")],
+    "depth": [_term("depth image", None, "depth / 2.5 m - 0.5, row by row, at most 0.5", 58 * 87)],
+    "delta_yaw_ok": [_term("way-point ahead", meaning="1 where it is less than 0.6 rad off the heading, otherwise 0")],
 }
 
 
