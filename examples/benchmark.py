@@ -37,19 +37,26 @@ def case_names(text):
     return names
 
 
+def device_name(text):
+    """The name of a device that is there: cpu, cuda or cuda:<index>."""
+    kind, _, index = text.partition(":")
+    if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected cpu, cuda or cuda:<index>")
+    if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
+        raise argparse.ArgumentTypeError(f"{text!r}: torch does not see this CUDA device; use --device cpu")
+    return text
+
+
 def parse(argv):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=case_names, default=list(CASES), help="names, such as ppo,gae; default: all")
-    parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
+    parser.add_argument("--device", type=device_name, default="cpu", help="cpu (default) or cuda")
     parser.add_argument("--quick", action="store_true", help="fewer repetitions and smaller sizes")
     parser.add_argument("--compile", action="store_true", help="our losses run through torch.compile")
     parser.add_argument("--num_envs", type=positive_integers, help="sizes of the PPO cases, such as 16,256,4096")
     parser.add_argument("--out", type=Path, help="a JSON file that receives the rows and the facts of the machine")
     parser.add_argument("--list", action="store_true", help="print the names of the cases and end")
-    args = parser.parse_args(argv)
-    if torch.device(args.device).type == "cuda" and not torch.cuda.is_available():
-        parser.error(f"--device {args.device}: torch sees no CUDA device here; use --device cpu")
-    return args
+    return parser.parse_args(argv)
 
 
 def make_settings(args):

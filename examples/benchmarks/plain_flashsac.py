@@ -75,7 +75,7 @@ class PlainNet(nn.Module):
             state |= {f"{name}.{stat}": at(getattr(norm, stat)) for stat in ("running_mean", "running_var")}
             state[f"{name}.num_batches_tracked"] = torch.tensor(0)
         self.load_state_dict(state)
-        return self
+        return self.to(trunk.weight.weight.device)
 
 
 class PlainFlashSAC:
@@ -87,7 +87,8 @@ class PlainFlashSAC:
             for net in (loss.critic_network, loss.target_critic)
         )
         self.log_alpha = loss.log_alpha.detach().clone().requires_grad_()
-        self.target_entropy, self.atoms = loss.target_entropy, torch.linspace(-5, 5, 101)
+        self.target_entropy = loss.target_entropy
+        self.atoms = torch.linspace(-5, 5, 101, device=self.log_alpha.device)
         self.optimizers = [
             torch.optim.Adam(parameters, lr=3e-4)
             for parameters in (
@@ -134,7 +135,7 @@ class PlainFlashSAC:
             x = torch.cat([now, torch.cat([batch["next", "observation"], next_action], -1)])
             logits = torch.stack([target(x)[0][size:] for target in self.targets])
             values = (logits.softmax(-1) * self.atoms).sum(-1)
-            probs = logits[values.argmin(0), torch.arange(size)].softmax(-1)
+            probs = logits[values.argmin(0), torch.arange(size, device=logits.device)].softmax(-1)
             going = 0.99 ** batch["steps_to_next_obs"] * ~batch["next", "terminated"]
             places = batch["next", "reward"] + going * (self.atoms - self.log_alpha.exp() * log_prob.unsqueeze(-1))
             places = ((places + 5) / 10 * last).clamp(0, last)

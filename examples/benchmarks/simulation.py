@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -142,7 +143,8 @@ def depth(settings: Settings) -> Iterator[Row]:
     from edenrl.envs import Quadruped, QuadrupedTerrain
 
     groups = ["policy", "critic"]
-    for name, make in (("flat ground", Quadruped), ("terrain", QuadrupedTerrain)):
+    grounds = {"flat ground": Quadruped, "terrain": partial(QuadrupedTerrain, difficulty=0.5)}
+    for name, make in grounds.items():
         cases = {
             "depth": environment_steps(make(16, seed=0, groups=[*groups, "depth"])),
             "blind": environment_steps(make(16, seed=0, groups=groups)),
