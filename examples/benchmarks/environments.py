@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
-from torchrl.data import Composite, Unbounded
+from torchrl.data import Unbounded
 
 from edenrl.envs.tensor_state import TensorStateEnv
 
@@ -58,7 +58,6 @@ class TrivialEnv(TensorStateEnv):
             self._set_specs(ACTIONS, **self.widths)
         # Without bounds, as most simulators of robots: rsl_rl does not clip, so nothing is clipped here.
         self.action_spec = Unbounded((self.num_envs, ACTIONS), device=self.device)
-        assert isinstance(self.observation_spec, Composite)
 
     def _draw_state(self) -> dict[str, Tensor]:
         return {"steps": self.simulation.first_steps().unsqueeze(-1)}

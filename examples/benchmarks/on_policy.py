@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,69 +71,75 @@ class RslRl:
         self.runner.learn(1)
         return self.collected - began, clock(self.device) - self.collected
 
-    def only_collect(self) -> RslRl:
-        """Leaves out the update from now on."""
-        storage = self.runner.alg.storage
-
-        def update() -> dict[str, float]:
-            storage.clear()
-            return {}
-
+    def collect(self) -> float:
+        """Only collects a rollout; returns the seconds."""
+        update = self.runner.alg.update
+        self.runner.alg.update = self._forget
+        collecting, _ = self.iterate()
         self.runner.alg.update = update
-        return self
+        return collecting
+
+    def _forget(self) -> dict[str, float]:
+        """In the place of an update: empties the storage, as an update does at its end."""
+        self.runner.alg.storage.clear()
+        return {}
+
+
+Halves = Sequence[tuple[float, float]]
+
+
+def in_three_units(halves: Halves, frames: int) -> dict[str, list[float]]:
+    """Seconds of collecting and learning as frames per second, and as milliseconds of each."""
+    return {
+        "iteration": [frames / (collect + learn) for collect, learn in halves],
+        "collect": [1e3 * collect for collect, _ in halves],
+        "learn": [1e3 * learn for _, learn in halves],
+    }
 
 
 def iteration(settings: Settings) -> Iterator[Row]:
+    """Iterations at each size; three rows a size."""
     for num_envs in settings.num_envs:
         cases: dict[str, Callable[[], tuple[float, float]]] = {"ours": PPO(num_envs, settings).iterate}
         if RSL_RL.installed:
             cases[RSL_RL.name] = RslRl(num_envs, settings).iterate
         results = alternate(cases, settings.repeats, settings.warmups)
-        ours, theirs = results["ours"], results.get(RSL_RL.name)
-        frames = num_envs * STEPS
-
-        def rates(halves: list[tuple[float, float]] | None, frames: int = frames) -> list[float] | None:
-            return halves and [frames / sum(half) for half in halves]
-
-        def milliseconds(halves: list[tuple[float, float]] | None, which: int) -> list[float] | None:
-            return halves and [1e3 * half[which] for half in halves]
-
-        work = f"{num_envs} envs x {STEPS}"
-        measured = [
-            ("iteration", "frames/s", rates(ours), rates(theirs), "higher"),
-            ("collect", "ms", milliseconds(ours, 0), milliseconds(theirs, 0), "lower"),
-            ("learn", "ms", milliseconds(ours, 1), milliseconds(theirs, 1), "lower"),
-        ]
-        for part, unit, mine, other, better in measured:
-            yield make_row("ppo", f"{part}, {work}", unit, mine, RSL_RL.name, other, better=better, note=RSL_RL.note)
+        numbers = {name: in_three_units(halves, num_envs * STEPS) for name, halves in results.items()}
+        for part, ours in numbers["ours"].items():
+            work = f"{part}, {num_envs} envs x {STEPS}"
+            theirs = numbers[RSL_RL.name][part] if RSL_RL.installed else None
+            if part == "iteration":
+                yield make_row("ppo", work, "frames/s", ours, RSL_RL.name, theirs, better="higher", note=RSL_RL.note)
+            else:
+                yield make_row("ppo", work, "ms", ours, RSL_RL.name, theirs, better="lower", note=RSL_RL.note)
 
 
 def collection(settings: Settings) -> Iterator[Row]:
+    """Rollouts at each size; a row for each peer."""
     for num_envs in settings.num_envs:
         ours = PPO(num_envs, settings)
         env = TransformedEnv(TrivialEnv(num_envs, device=settings.device), Compose(RewardSum(), StepCounter()))
         options: dict[str, Any] = {"frames_per_batch": num_envs * STEPS, "total_frames": -1}
         # Without the transforms of recurrent policies, as ours; TorchRL warns where nothing is said about them.
         plain = collectors.Collector(env, ours.policy, auto_register_policy_transforms=False, **options)
-        batches = iter(plain)
         cases: dict[str, Callable[[], float]] = {
             "ours": seconds(ours.collect, settings.device),
-            "TorchRL Collector": seconds(lambda batches=batches: next(batches), settings.device),
+            "TorchRL Collector": seconds(partial(next, iter(plain)), settings.device),
         }
         if RSL_RL.installed:
-            rsl_rl = RslRl(num_envs, settings).only_collect()
-            cases[RSL_RL.name] = lambda rsl_rl=rsl_rl: rsl_rl.iterate()[0]
+            cases[RSL_RL.name] = RslRl(num_envs, settings).collect
         times = alternate(cases, settings.repeats, settings.warmups)
         plain.shutdown()
         rates = {name: [num_envs * STEPS / value for value in values] for name, values in times.items()}
         work = f"collect, {num_envs} envs x {STEPS}"
-        for peer in (RSL_RL.name, "TorchRL Collector"):
-            note = RSL_RL.note or "its time includes the critic" if peer == RSL_RL.name else ""
+        notes = {RSL_RL.name: RSL_RL.note or "its time includes the critic", "TorchRL Collector": ""}
+        for peer, note in notes.items():
             theirs = rates.get(peer)
             yield make_row("collection", work, "frames/s", rates["ours"], peer, theirs, better="higher", note=note)
 
 
 def advantages(settings: Settings) -> Iterator[Row]:
+    """Advantages of one rollout, with the critic's passes."""
     num_envs, device = settings.num_envs[-1], settings.device
     critic = value_critic({"observation": OBSERVATION}, hidden=(256, 128, 64)).to(device)
     observations = torch.randn(num_envs, STEPS + 1, OBSERVATION, device=device)

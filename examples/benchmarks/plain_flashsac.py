@@ -7,6 +7,7 @@ losses as the library, which a test checks.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -54,7 +55,7 @@ class PlainNet(nn.Module):
                 module.bias.mul_(math.sqrt(len(module.bias)) / norm)
         self.rms.mul_(math.sqrt(len(self.rms)) / self.rms.norm())
 
-    def take(self, net: nn.Module, member: int | None) -> PlainNet:
+    def take(self, net: Any, member: int | None) -> PlainNet:
         """The parameters of one of our networks, or of one of its members."""
 
         def at(value: Tensor) -> Tensor:

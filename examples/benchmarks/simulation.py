@@ -143,7 +143,10 @@ def depth(settings: Settings) -> Iterator[Row]:
     from edenrl.envs import Quadruped, QuadrupedTerrain
 
     groups = ["policy", "critic"]
-    grounds = {"flat ground": Quadruped, "terrain": partial(QuadrupedTerrain, difficulty=0.5)}
+    grounds: dict[str, Callable[..., EnvBase]] = {
+        "flat ground": Quadruped,
+        "terrain": partial(QuadrupedTerrain, difficulty=0.5),
+    }
     for name, make in grounds.items():
         cases = {
             "depth": environment_steps(make(16, seed=0, groups=[*groups, "depth"])),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from benchmarks.measuring import Row, Settings, alternate, in_process, make_row, seconds
 
@@ -13,7 +14,7 @@ EVERYTHING = "edenrl.training, edenrl.objectives, edenrl.collectors"
 def import_time(settings: Settings) -> Iterator[Row]:
     """Seconds of new processes that import one thing each."""
     names = ("edenrl", EVERYTHING, "torchrl")
-    cases = {name: seconds(lambda name=name: in_process(f"import {name}")) for name in names}
+    cases = {name: seconds(partial(in_process, f"import {name}")) for name in names}
     times = alternate(cases, settings.repeats)
     milliseconds = {name: [1e3 * value for value in values] for name, values in times.items()}
     for name, work in (

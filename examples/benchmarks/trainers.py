@@ -23,7 +23,7 @@ from edenrl.training.metrics import IterationMetrics
 from edenrl.training.optimization import build_gradient_step
 
 
-def compile_loss(loss: nn.Module, settings: Settings) -> None:
+def compile_loss(loss: Any, settings: Settings) -> None:
     """Compiles a loss in place if the settings ask for it. Every case that compiles anything does it here."""
     if not settings.compile:
         return
