@@ -9,18 +9,21 @@ from collections.abc import Callable, Mapping
 
 import pytest
 import torch
+from benchmarks.measuring import alternate
 
 
 def _in_turn(
     title: str, cases: Mapping[str, Callable[[], object]], repeats: int, clock: Callable[[], float] = time.process_time
 ) -> dict[str, float]:
-    times: dict[str, list[float]] = {name: [] for name in cases}
-    for repeat in range(repeats + 1):
-        for name, run in cases.items():
+    def timed(run: Callable[[], object]) -> Callable[[], float]:
+        def measure() -> float:
             begin = clock()
             run()
-            if repeat:  # the first round warms up
-                times[name].append(clock() - begin)
+            return clock() - begin
+
+        return measure
+
+    times = alternate({name: timed(run) for name, run in cases.items()}, repeats)
     load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
     print(f"\n{title} (load {load}, {torch.get_num_threads()} threads)")
     return {name: statistics.median(values) for name, values in times.items()}

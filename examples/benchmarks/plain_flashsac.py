@@ -1,32 +1,21 @@
-"""FlashSAC's update and its replay, next to plain versions: pytest -m benchmark -s tests/benchmarks/test_flashsac.py.
+"""FlashSAC's update in plain eager modules: what the library's update is compared with.
 
-The plain update is the algorithm written down with the usual modules: ``nn.Linear`` and ``nn.BatchNorm1d``, one network
-per member of the critic, the default Adam. It computes the same losses, which is checked first. Times are of the
-processor, not of the wall: other work on the machine does not count.
+``nn.Linear`` and ``nn.BatchNorm1d``, one network per member of the critic, and the default Adam. It computes the same
+losses as the library, which a test checks.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from tensordict import TensorDict
 from torch import Tensor, nn
-from torch.testing import assert_close
-from torchrl.data import Bounded, LazyTensorStorage, TensorDictReplayBuffer
-from torchrl.envs import MultiStepTransform
 
-from edenrl.collectors import NStepReplayBuffer
-from edenrl.modules import flash_actor, flash_critic, unit_norm_hook
+from benchmarks.environments import ACTIONS, OBSERVATION
 from edenrl.objectives import FlashSACLoss
-from edenrl.optim import GradientStep, make_lr_schedule, make_optimizer
-
-pytestmark = pytest.mark.benchmark
-
-OBS, ACTIONS, REPEATS = 48, 12, 7
 
 
 class PlainBlock(nn.Module):
@@ -66,7 +55,7 @@ class PlainNet(nn.Module):
                 module.bias.mul_(math.sqrt(len(module.bias)) / norm)
         self.rms.mul_(math.sqrt(len(self.rms)) / self.rms.norm())
 
-    def take(self, net: nn.Module, member: int | None) -> PlainNet:
+    def take(self, net: Any, member: int | None) -> PlainNet:
         """The parameters of one of our networks, or of one of its members."""
 
         def at(value: Tensor) -> Tensor:
@@ -87,19 +76,20 @@ class PlainNet(nn.Module):
             state |= {f"{name}.{stat}": at(getattr(norm, stat)) for stat in ("running_mean", "running_var")}
             state[f"{name}.num_batches_tracked"] = torch.tensor(0)
         self.load_state_dict(state)
-        return self
+        return self.to(trunk.weight.weight.device)
 
 
 class PlainFlashSAC:
     def __init__(self, loss: FlashSACLoss, dims: tuple[int, int], blocks: int) -> None:
         actor = loss.actor_network.module[0].module
-        self.actor = PlainNet(OBS, dims[0], blocks, ACTIONS, ACTIONS).take(actor, None)
+        self.actor = PlainNet(OBSERVATION, dims[0], blocks, ACTIONS, ACTIONS).take(actor, None)
         self.critics, self.targets = (
-            [PlainNet(OBS + ACTIONS, dims[1], blocks, 101).take(net.module, member) for member in range(2)]
+            [PlainNet(OBSERVATION + ACTIONS, dims[1], blocks, 101).take(net.module, member) for member in range(2)]
             for net in (loss.critic_network, loss.target_critic)
         )
         self.log_alpha = loss.log_alpha.detach().clone().requires_grad_()
-        self.target_entropy, self.atoms = loss.target_entropy, torch.linspace(-5, 5, 101)
+        self.target_entropy = loss.target_entropy
+        self.atoms = torch.linspace(-5, 5, 101, device=self.log_alpha.device)
         self.optimizers = [
             torch.optim.Adam(parameters, lr=3e-4)
             for parameters in (
@@ -146,7 +136,7 @@ class PlainFlashSAC:
             x = torch.cat([now, torch.cat([batch["next", "observation"], next_action], -1)])
             logits = torch.stack([target(x)[0][size:] for target in self.targets])
             values = (logits.softmax(-1) * self.atoms).sum(-1)
-            probs = logits[values.argmin(0), torch.arange(size)].softmax(-1)
+            probs = logits[values.argmin(0), torch.arange(size, device=logits.device)].softmax(-1)
             going = 0.99 ** batch["steps_to_next_obs"] * ~batch["next", "terminated"]
             places = batch["next", "reward"] + going * (self.atoms - self.log_alpha.exp() * log_prob.unsqueeze(-1))
             places = ((places + 5) / 10 * last).clamp(0, last)
@@ -171,85 +161,3 @@ class PlainFlashSAC:
                 critic.project()
                 for ours, theirs in zip(target.parameters(), critic.parameters(), strict=True):
                     ours.lerp_(theirs, 0.01)
-
-
-class Ours:
-    """The update of examples/train_flashsac.py."""
-
-    def __init__(self, loss: FlashSACLoss) -> None:
-        self.loss, self.steps = loss, {}
-        nets = {"policy": [loss.actor_network], "critic": [loss.critic_network]}
-        for part, parameters in loss.parameter_groups().items():
-            optimizer = make_optimizer("adam", parameters, lr=3e-4)
-            unit_norm_hook(optimizer, *nets.get(part, []))
-            self.steps[part] = GradientStep(loss, optimizer, lr_schedule=make_lr_schedule("cosine", optimizer, 1000))
-
-    def update(self, batch: TensorDict) -> None:
-        if self.steps["critic"].updates % 2 == 0:
-            losses = self.loss.actor_loss(batch)
-            self.steps["temperature"](self.loss.temperature_loss(batch, losses.pop("log_prob")))
-            self.steps["policy"](losses)
-        self.steps["critic"](self.loss.critic_loss(batch))
-        self.loss.update_target()
-
-
-def make(dims: tuple[int, int], blocks: int) -> FlashSACLoss:
-    torch.manual_seed(0)
-    actor = flash_actor({"observation": OBS}, Bounded(-1, 1, (ACTIONS,)), hidden_dim=dims[0], num_blocks=blocks)
-    return FlashSACLoss(actor, flash_critic({"observation": OBS}, ACTIONS, hidden_dim=dims[1], num_blocks=blocks))
-
-
-def make_batch(size: int) -> TensorDict:
-    ends = dict(observation=torch.randn(size, OBS), reward=0.1 * torch.randn(size, 1))
-    ends["terminated"] = torch.rand(size, 1) < 0.05
-    data = dict(observation=torch.randn(size, OBS), action=torch.rand(size, ACTIONS) * 2 - 1, next=ends)
-    return TensorDict(data | {"steps_to_next_obs": torch.full((size, 1), 3)}, batch_size=[size])
-
-
-def show(medians: dict[str, float]) -> None:
-    first = next(iter(medians.values()))
-    for name, value in medians.items():
-        print(f"  {name:32s} {1e3 * value:9.2f} ms  {value / first:6.2f} times ours")
-
-
-@pytest.mark.parametrize(("size", "dims", "blocks"), [(2048, (128, 256), 2), (128, (64, 64), 1)], ids=["full", "cpu"])
-def test_an_update(size: int, dims: tuple[int, int], blocks: int, in_turn: Callable[..., dict[str, float]]) -> None:
-    loss, batch = make(dims, blocks), make_batch(size)
-    plain = PlainFlashSAC(loss, dims, blocks)
-    torch.manual_seed(1)
-    ours = loss.critic_loss(batch)["loss_critic"]
-    torch.manual_seed(1)
-    assert_close(plain.critic_loss(batch), ours, rtol=1e-4, atol=1e-4)
-    update = Ours(loss)
-
-    def two(update: Callable[[TensorDict], None]) -> Callable[[], None]:
-        return lambda: [update(batch) for _ in range(2)][0]  # one with the actor, one without
-
-    show(in_turn(f"2 updates, batch {size}", {"ours": two(update.update), "plain modules": two(plain.update)}, REPEATS))
-
-
-@pytest.mark.parametrize("width", [48, 180])
-def test_samples_and_memory(width: int, in_turn: Callable[..., dict[str, float]]) -> None:
-    envs, steps = 100, 10_000
-    buffer = NStepReplayBuffer(envs * steps, n_steps=3, batch_size=2048)
-    plain = TensorDictReplayBuffer(storage=LazyTensorStorage(envs * steps), batch_size=2048)
-    chunk, multi = 500, MultiStepTransform(n_steps=3, gamma=0.99)
-    data = torch.randn(envs, width)
-    for _ in range(steps // chunk):
-        after = torch.randn(envs, chunk, width)
-        before = torch.cat([data.unsqueeze(1), after[:, :-1]], 1)
-        flags = {name: torch.zeros(envs, chunk, 1, dtype=torch.bool) for name in ("terminated", "truncated")}
-        flags["truncated"][:, -1] = True
-        flags["done"] = flags["terminated"] | flags["truncated"]
-        ends = {"observation": after, "reward": torch.randn(envs, chunk, 1), **flags}
-        rows = TensorDict(observation=before, action=torch.randn(envs, chunk, ACTIONS), next=ends)
-        rows = rows.auto_batch_size_(2)
-        buffer.extend(rows)
-        plain.extend(multi(rows.clone(False)).reshape(-1))
-        data = torch.randn(envs, width)
-    ours = buffer.storage._storage.bytes() + sum(value.numel() * 4 for value in buffer._ends.values.values())
-    theirs = plain.storage._storage.bytes()
-    print(f"\n{width} features: {ours / envs / steps:.0f} bytes a transition, {theirs / envs / steps:.0f} with both")
-    times = in_turn("a sample of 2048 of 1 M, n = 3", {"ours": buffer.sample, "TorchRL's": plain.sample}, 25)
-    show(times)
-    assert ours < theirs and times["ours"] > 0
