@@ -67,9 +67,7 @@ def main(argv=None):
         run.keep(teacher=teacher, policy=policy)
         loss = DepthDistillationLoss(student)
         step = run.gradient_step(loss, max_grad_norm={"student_actor": algo.max_grad_norm})  # encoder: no clipping
-        collector = DepthDistillationCollector(
-            run.training_env(env), teacher, policy, algo.steps_per_env, **algo.collector_options()
-        )
+        collector = DepthDistillationCollector(run.training_env(env), teacher, policy, **algo.collector_options())
         run.keep(collector=collector)
         for rollout in run.rollouts(collector):  # [environments, steps]
             losses = loss(rollout)

@@ -36,7 +36,8 @@ def explained_variance(value: Tensor, target: Tensor) -> Tensor:
             f"explained_variance needs values and targets of one shape, got {tuple(value.shape)} and "
             f"{tuple(target.shape)}. Give both as GAE writes them, [*batch, c]."
         )
-    dims = list(range(target.ndim - 1))
-    variance, rest = target.var(dims, correction=0), (target - value).var(dims, correction=0)
+    # Flat, because a batch may also be a single sample of no dimension.
+    target, error = (entry.reshape(-1, target.shape[-1]) for entry in (target, target - value))
+    variance, rest = target.var(0, correction=0), error.var(0, correction=0)
     known = variance > torch.finfo(variance.dtype).tiny
     return torch.where(known, 1 - rest / variance.where(known, 1.0), 0.0).mean()

@@ -123,7 +123,7 @@ class DepthDistillationConfig(Config):
 
     def collector_options(self) -> dict[str, Any]:
         """Options of ``DepthDistillationCollector``."""
-        return {"num_pretrain_iters": self.num_pretrain_iters, "gate": self.gate_group}
+        return {"steps": self.steps_per_env, "num_pretrain_iters": self.num_pretrain_iters, "gate": self.gate_group}
 
     def require_teacher(self) -> None:
         """Refuses a distillation that was started without a teacher.
