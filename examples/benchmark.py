@@ -1,6 +1,6 @@
 """Measure our speed and memory beside other libraries, in turn and in one process: one table, and a JSON file.
 
-python examples/benchmark.py --quick                            # every case, smaller: less than two minutes
+python examples/benchmark.py --quick                            # every case at smaller sizes
 python examples/benchmark.py --cases ppo,gae --out speed.json   # some cases, in full
 python examples/benchmark.py --device cuda --num_envs 4096,16384 --compile
 """
