@@ -160,15 +160,20 @@ def _call(
     name: str, factory: EnvFactory, num_envs: int, device: torch.device | str, seed: int | None, kwargs: dict[str, Any]
 ) -> EnvBase:
     """Build from a factory of this library or one of single Gymnasium environments."""
+    _refuse_other_class(name, factory)
+    if _makes_one_environment(factory):
+        return _make_gymnasium(name, factory, num_envs, device, seed, kwargs)
+    _check_arguments(name, factory, num_envs, device, seed, kwargs)
+    return factory(num_envs, device=device, seed=seed, **kwargs)
+
+
+def _refuse_other_class(name: str, factory: Any) -> None:
+    """Refuses a class that is no environment."""
     if isinstance(factory, type) and not issubclass(factory, (EnvBase, gymnasium.Env)):
         raise ValueError(
             f"{name!r} is the class {factory.__qualname__}, which is no environment; expected a subclass of TorchRL's "
             "EnvBase or of gymnasium.Env, or a function that returns one."
         )
-    if _makes_one_environment(factory):
-        return _make_gymnasium(name, factory, num_envs, device, seed, kwargs)
-    _check_arguments(name, factory, num_envs, device, seed, kwargs)
-    return factory(num_envs, device=device, seed=seed, **kwargs)
 
 
 def _makes_one_environment(factory: EnvFactory) -> bool:
