@@ -69,6 +69,7 @@ class PPOLoss(LossMixin, ClipPPOLoss):
             where returns are large: ``value_clip_fraction``, the share of values that were clipped, is then near 1.
             Give a range that fits the returns, normalize the reward, or switch it off. Default True.
         action_bound_coeff: weight of mean(relu(loc - 1)^2) + mean(relu(-loc - 1)^2), on the mean before any tanh.
+        log_explained_variance: return ``explained_variance``. Default True. The training scripts switch it off.
         kwargs: further options of the parent, such as ``normalize_advantage``, ``reduction`` or ``functional``.
 
     Raises:
@@ -121,6 +122,7 @@ class PPOLoss(LossMixin, ClipPPOLoss):
         loss_critic_type: str = "l2",
         clip_value: bool | float | None = True,
         action_bound_coeff: float = 0.0,
+        log_explained_variance: bool = True,
         **kwargs: Any,
     ) -> None:
         require_policy(self, "actor_network", actor_network)
@@ -151,10 +153,11 @@ class PPOLoss(LossMixin, ClipPPOLoss):
             critic_coeff=None if critic_network is None else critic_coeff,
             loss_critic_type=loss_critic_type,
             clip_value=clip_value,
-            log_explained_variance=False,
+            log_explained_variance=False,  # TorchRL's is that of the new values
             **kwargs,
         )
         self.register_optional_coeff("action_bound_coeff", action_bound_coeff or None)
+        self._explains_variance = self._has_critic and log_explained_variance
         self._distribution: torch.distributions.Distribution | None = None
         self._estimated: TensorDictBase | None = None
         self._keyword_call = False
@@ -189,7 +192,9 @@ class PPOLoss(LossMixin, ClipPPOLoss):
         if self.entropy_bonus:
             keys += ["loss_entropy", "entropy"]
         if self._has_critic:
-            keys += ["loss_critic", "explained_variance"]
+            keys.append("loss_critic")
+            if self._explains_variance:
+                keys.append("explained_variance")
             if self.clip_value is not None:
                 keys.append("value_clip_fraction")
         if self.action_bound_coeff is not None:
@@ -253,7 +258,7 @@ class PPOLoss(LossMixin, ClipPPOLoss):
             out.set("ESS", out.get("ESS").mean())
             exact = None if new is None else self._exact_kl(tensordict, *new)
             out.set("kl", out.get("kl_approx") if exact is None else exact)
-            if self._has_critic:
+            if self._explains_variance:
                 out.set("explained_variance", self._explained_variance(tensordict))
         heads = tensordict.get(self.tensor_keys.value_target).shape[-1] if self._has_critic else 1
         if heads > 1 and self.reduction == "none":

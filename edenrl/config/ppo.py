@@ -33,7 +33,9 @@ class PPOSettings(OnPolicySettings):
     def loss_options(self) -> dict[str, Any]:
         """Options of ``edenrl.objectives.PPOLoss``."""
         names = ("clip_epsilon", "entropy_coeff", "critic_coeff", "clip_value", "action_bound_coeff")
-        return {**self.pick(*names), "normalize_advantage": self.normalize_advantage == "minibatch"}
+        normalize = self.normalize_advantage == "minibatch"
+        # The scripts log the explained variance of the whole rollout.
+        return {**self.pick(*names), "normalize_advantage": normalize, "log_explained_variance": False}
 
 
 class PPOConfig(PPOSettings):

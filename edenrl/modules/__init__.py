@@ -101,6 +101,6 @@ __all__ = [
     "unit_norm_hook",
     "update_normalization",
     "value_critic",
-    "whole_episode_ends",
     "vector_groups",
+    "whole_episode_ends",
 ]

@@ -21,7 +21,7 @@ from benchmarks.measuring import Row, Settings, alternate, make_row
 from benchmarks.trainers import PPO, Trainer, compile_loss
 from edenrl.collectors import Collector, WindowBuffer, load_motion
 from edenrl.envs import set_group_size, wrap_env
-from edenrl.modules import AMPReward, Discriminator, TaskConstraint, update_normalization
+from edenrl.modules import AMPReward, Discriminator, TaskConstraint, update_normalization, whole_episode_ends
 from edenrl.modules.rma_compositions import rma_composition, rma_policy
 from edenrl.objectives import (
     GAE,
@@ -213,14 +213,8 @@ class CMDP(Trainer):
         self.batches = self.rollouts(env, self.policy)
 
     def learn(self, rollout: TensorDictBase) -> None:
-        self.gae(rollout)
-        data = rollout.exclude("next", "collector").reshape(-1)
-        for batch in minibatches(data, self.algo.epochs, self.algo.num_minibatches):
-            losses = self.loss(batch)
-            self.record(losses, self.step(losses))
-        update_normalization(self.policy, rollout)
-        update_normalization(self.critic, rollout)
-        self.constraint.update(rollout["next", "metrics", "task_return"], rollout["next", "done"])
+        super().learn(rollout)
+        self.constraint.update(rollout["next", "metrics", "task_return"], whole_episode_ends(rollout))
 
 
 def build(num_envs: int, settings: Settings) -> dict[str, Trainer]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -14,11 +13,11 @@ from torchrl.envs import EnvBase
 from benchmarks.environments import TrivialEnv
 from benchmarks.measuring import Settings, clock
 from edenrl.collectors import make_collector
-from edenrl.envs import wrap_env
 from edenrl.modules import update_normalization
-from edenrl.objectives import GAE, PPOLoss
+from edenrl.objectives import GAE, PPOLoss, explained_variance
 from edenrl.optim import GradientStep
 from edenrl.training import make_critic, make_policy, minibatches
+from edenrl.training.environment import training_env
 from edenrl.training.metrics import IterationMetrics
 from edenrl.training.optimization import build_gradient_step
 
@@ -33,13 +32,19 @@ def compile_loss(loss: Any, settings: Settings) -> None:
         loss.compile()
 
 
-class Trainer(abc.ABC):
+class Trainer:
     """What the scripts get from ``edenrl.training.Run``: gradient steps, a collector and metrics.
 
-    A subclass builds its parts in the constructor and sets ``self.batches``, which yields rollouts.
+    A subclass builds its parts in the constructor and sets ``self.batches``, which yields rollouts. One that does not
+    learn like PPO has a ``learn`` of its own.
     """
 
     batches: Iterator[TensorDictBase]
+    policy: nn.Module
+    critic: nn.Module
+    gae: GAE
+    loss: nn.Module
+    step: GradientStep
 
     def __init__(self, cfg: Any, settings: Settings) -> None:
         self.cfg, self.algo, self.settings = cfg, cfg.algorithm, settings
@@ -53,7 +58,7 @@ class Trainer(abc.ABC):
 
     def rollouts(self, env: EnvBase, policy: nn.Module) -> Iterator[TensorDictBase]:
         """Rollouts of the wrapped environment."""
-        wrapped = wrap_env(env, reward_scale=self.cfg.env.reward_scale, **self.cfg.env.action_options())
+        wrapped = training_env(self.cfg, env, seed=0)
         return iter(make_collector(wrapped, policy, frames_per_batch=self.cfg.frames_per_rollout))
 
     def record(self, *metrics: Mapping[str, Tensor] | TensorDictBase, **named: Tensor) -> None:
@@ -67,9 +72,16 @@ class Trainer(abc.ABC):
         self.metrics.watch(rollout)
         return rollout
 
-    @abc.abstractmethod
     def learn(self, rollout: TensorDictBase) -> None:
-        """The update on a rollout."""
+        """The update on a rollout; here that of PPO."""
+        self.gae(rollout)
+        self.record(explained_variance=explained_variance(rollout["state_value"], rollout["value_target"]))
+        data = rollout.exclude("next", "collector").reshape(-1)
+        for batch in minibatches(data, self.algo.epochs, self.algo.num_minibatches):
+            losses = self.loss(batch)
+            self.record(losses, self.step(losses))
+        update_normalization(self.policy, rollout)
+        update_normalization(self.critic, rollout)
 
     def iterate(self) -> tuple[float, float]:
         """One iteration; returns the seconds of collecting and of learning, metrics included."""
@@ -98,12 +110,3 @@ class PPO(Trainer):
         self.step = self.gradient_step(self.loss)
         compile_loss(self.loss, settings)
         self.batches = self.rollouts(env, self.policy)
-
-    def learn(self, rollout: TensorDictBase) -> None:
-        self.gae(rollout)
-        data = rollout.exclude("next", "collector").reshape(-1)
-        for batch in minibatches(data, self.algo.epochs, self.algo.num_minibatches):
-            losses = self.loss(batch)
-            self.record(losses, self.step(losses))
-        update_normalization(self.policy, rollout)
-        update_normalization(self.critic, rollout)

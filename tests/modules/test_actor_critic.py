@@ -20,6 +20,7 @@ from edenrl.modules import (
     observation_groups,
     update_normalization,
     value_critic,
+    vector_groups,
 )
 
 
@@ -257,3 +258,16 @@ def test_a_box_whose_width_overflows_has_no_finite_bounds(width, edge):
         gaussian_actor({"observation": 3}, bounds, squash=True)
     actor = gaussian_actor({"observation": 3}, Bounded(-edge / 4, edge / 4, (width,)), squash=True)
     assert actor(TensorDict(observation=torch.randn(5, 3), batch_size=[5]))["action"].isfinite().all()
+
+
+@pytest.mark.parametrize("width", [1, 5])
+def test_vector_groups_are_the_floating_point_vectors(width, recwarn):
+    spec = Composite(
+        policy=Unbounded((4, width)),
+        image=Unbounded((4, 8, 9)),
+        number=Unbounded((4, 2), dtype=torch.int64),
+        metrics=Composite(height=Unbounded((4, 1)), shape=(4,)),
+        shape=(4,),
+    )
+    assert vector_groups(spec) == {"policy": width}
+    assert not recwarn.list

@@ -8,7 +8,7 @@ from tensordict import TensorDict
 from torchrl.data import Bounded
 from torchrl.modules import ProbabilisticActor
 
-from edenrl.modules import MirrorAugmentation, SignedPermutation, gaussian_actor, value_critic
+from edenrl.modules import MirrorAugmentation, SignedPermutation, check_mirror_widths, gaussian_actor, value_critic
 from edenrl.objectives import HIMLoss, MirrorLoss, PPOLoss
 
 # Two numbers that change places, and one that changes its sign.
@@ -193,3 +193,11 @@ def test_mirrors_of_other_widths_are_refused_at_construction(part: str, width: i
 def _squashed() -> ProbabilisticActor:
     spec = Bounded(-torch.ones(2), torch.ones(2), (2,))
     return gaussian_actor({"observation": 3}, spec, squash=True, hidden=(8,))
+
+
+@pytest.mark.parametrize("width", [1, 4, 7])
+def test_a_mirror_of_another_width_is_refused_by_name(width: int) -> None:
+    mirrors = {"policy": SignedPermutation(list(range(3))), "action": SignedPermutation(list(range(width)))}
+    check_mirror_widths(mirrors, {"policy": 3, "action": width, "other": 9})
+    with pytest.raises(ValueError, match=rf"mirror of 'action' has {width} entries, and 'action' has {width + 1}"):
+        check_mirror_widths(mirrors, {"action": width + 1})

@@ -259,6 +259,17 @@ def test_explained_variance_compares_like_shapes_and_knows_constant_targets():
         loss(td.clone().set("state_value", td["value_target"].squeeze(-1)))
 
 
+@pytest.mark.parametrize("clip_value", [True, False])
+def test_a_loss_without_explained_variance_differs_in_nothing_else(clip_value):
+    actor, critic = gaussian_actor({"observation": 3}, 2), value_critic({"observation": 3})
+    td, options = rollout(actor, critic), {"clip_value": clip_value, "functional": False}
+    loss = PPOLoss(actor, critic, log_explained_variance=False, **options)
+    expected, out = PPOLoss(actor, critic, **options)(td.clone()), loss(td.clone())
+    assert set(loss.out_keys) == set(out.keys()) == set(expected.keys()) - {"explained_variance"}
+    for name, value in out.items():
+        assert torch.equal(value, expected[name]), name
+
+
 def test_a_squashed_mean_falls_back_to_the_sampled_kl():
     from tensordict.nn import NormalParamExtractor
     from torchrl.modules import TanhNormal
